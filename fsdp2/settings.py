@@ -135,9 +135,7 @@ class Settings:
         Raises:
             ArgumentError: the unit's parameters are on several meshes.
         """
-        for group in _groups_of_one_mesh(self, "set_custom_all_gather"):
-            group.channel.customise(all_gather=comm)
-            group.channel_changed()
+        _by_feature("set_custom_all_gather", self, comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Use a custom reduce-scatter for this unit; see `fsdp2.comm.custom.ReduceScatter`. Every rank must set the
@@ -146,14 +144,7 @@ class Settings:
         Raises:
             ArgumentError: the unit's parameters are on several meshes, or its policy has a `reduce_scatter_dtype`.
         """
-        groups = _groups_of_one_mesh(self, "set_custom_reduce_scatter")
-        if unit_for(self).policy.reduce_scatter_dtype is not None:
-            raise ArgumentError(
-                "set_custom_reduce_scatter: the unit's reduce_scatter_dtype needs an exchange of our own; leave one out"
-            )
-        for group in groups:
-            group.channel.customise(reduce_scatter=comm)
-            group.channel_changed()
+        _by_feature("set_custom_reduce_scatter", self, comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether this unit's communication buffers come from the process group (NCCL: registered memory). Data is
@@ -164,8 +155,7 @@ class Settings:
         Raises:
             MisuseError: a custom collective was set before.
         """
-        name = "set_allocate_memory_from_process_group_for_comm"
-        hooks.implementation(hooks.setters, name, name)(self, boolean("enable", enable))
+        _by_feature("set_allocate_memory_from_process_group_for_comm", self, boolean("enable", enable))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Allocate this unit's communication buffers in symmetric memory. Collective.
@@ -177,8 +167,7 @@ class Settings:
             ArgumentError: several reductions may be in flight, for which there is only one buffer; or `backend`
                 is unknown.
         """
-        name = "set_symm_mem_for_comm"
-        hooks.implementation(hooks.setters, name, name)(self, backend)
+        _by_feature("set_symm_mem_for_comm", self, backend)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reduce-scatters have their own process group (default False). Recursive. An NCCL group runs one
@@ -257,13 +246,8 @@ def groups_of(module: object) -> list[ParamGroup]:
     return [group for unit in _units(module, recurse=False) for group in unit.groups]
 
 
-def _groups_of_one_mesh(module: object, call: str) -> list[ParamGroup]:
-    """The unit's groups that have something to gather, which must be on one mesh."""
-    groups = groups_of(module)
-    meshes = {group.roles.mesh for group in groups}
-    if len(meshes) > 1:
-        raise ArgumentError(f"{call}: expected the unit's parameters on one mesh, got {sorted(map(str, meshes))}")
-    return [group for group in groups if group.roles.shard_group is not None]
+def _by_feature(name: str, *args: Any) -> None:
+    hooks.implementation(hooks.setters, name, name)(*args)
 
 
 def _takes(function: Callable[..., Any], num_args: int) -> bool:

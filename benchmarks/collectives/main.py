@@ -20,12 +20,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import common
-from fsdp2._torch import all_gather_flat, reduce_scatter_flat
+from fsdp2._torch.extras import all_gather_flat, reduce_scatter_flat
 from fsdp2.comm import comm_for
 from fsdp2.comm.base import Comm, Operand, What
-from fsdp2.comm.custom import CustomComm
 from fsdp2.comm.flat import FlatComm
 from fsdp2.extras.comm_memory import FlatAllGather, FlatReduceScatter
+from fsdp2.extras.custom_comm import CustomComm
 
 RESULTS = Path(__file__).parent / "results"
 BASELINE = "backend"

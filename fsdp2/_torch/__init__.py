@@ -324,15 +324,3 @@ def collective_of(group: dist.ProcessGroup, name: str) -> Callable[..., dist.Wor
     functions have checks that cost half as much as the call itself."""
     method: Callable[..., dist.Work] = getattr(group, name, None) or getattr(group, _NAMES_BEFORE_2_13[name])
     return method
-
-
-def all_gather_flat(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """The flat all-gather, asynchronous."""
-    if output.is_complex():
-        output, source = torch.view_as_real(output), torch.view_as_real(source)
-    return collective_of(group, "all_gather_single")(output, source, GATHER_OPTIONS)
-
-
-def reduce_scatter_flat(output: torch.Tensor, source: torch.Tensor, op: Op, group: dist.ProcessGroup) -> dist.Work:
-    """The flat reduce-scatter, asynchronous."""
-    return collective_of(group, "reduce_scatter_single")(output, source, scatter_options(op))

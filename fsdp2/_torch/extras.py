@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from fsdp2._torch import GATHER_OPTIONS, Op, collective_of, scatter_options
+
 
 def group_allocates(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group's backend can allocate memory on `device`. Only a private method of the group returns the
@@ -35,3 +37,15 @@ def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group:
         tensor = torch.empty(numel, dtype=dtype, device=device)
     symmetric_memory.rendezvous(tensor, group.group_name)
     return tensor
+
+
+def all_gather_flat(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """The flat all-gather, asynchronous."""
+    if output.is_complex():
+        output, source = torch.view_as_real(output), torch.view_as_real(source)
+    return collective_of(group, "all_gather_single")(output, source, GATHER_OPTIONS)
+
+
+def reduce_scatter_flat(output: torch.Tensor, source: torch.Tensor, op: Op, group: dist.ProcessGroup) -> dist.Work:
+    """The flat reduce-scatter, asynchronous."""
+    return collective_of(group, "reduce_scatter_single")(output, source, scatter_options(op))

@@ -19,10 +19,17 @@ from warnings import warn
 import torch
 import torch.distributed as dist
 
-from fsdp2._torch import all_gather_flat, reduce_scatter_flat
-from fsdp2._torch.extras import allocate_from_group, group_allocates, symmetric_empty, use_symmetric_memory
+from fsdp2._torch.extras import (
+    all_gather_flat,
+    allocate_from_group,
+    group_allocates,
+    reduce_scatter_flat,
+    symmetric_empty,
+    use_symmetric_memory,
+)
 from fsdp2.comm.custom import AllGather, ReduceScatter
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
+from fsdp2.extras.custom_comm import customise, customised_by_user
 from fsdp2.runtime import hooks
 from fsdp2.runtime.unit import unit_for
 from fsdp2.settings import groups_of
@@ -147,16 +154,15 @@ hooks.setters["set_symm_mem_for_comm"] = set_symmetric_memory
 
 def _use_memory(module: object, call: str, make: Callable[..., Memory] | None) -> None:
     for group in groups_of(module):
-        if make is not None and group.channel.has_custom:
+        if make is not None and customised_by_user(group):
             raise MisuseError(
                 f"{call}: this unit has custom collectives, which say themselves where their memory comes from"
             )
         shard_group = group.roles.shard_group
         if make is None or shard_group is None:
-            group.channel.use_memory(None, None)
+            customise(group, in_memory=(None, None))
         else:
             memory = make(shard_group, group.roles.device)
             # Rows that are narrower than their sum are sent by an exchange of our own.
             is_flat = unit_for(module).policy.reduce_scatter_dtype is None
-            group.channel.use_memory(FlatAllGather(memory), FlatReduceScatter(memory) if is_flat else None)
-        group.channel_changed()
+            customise(group, in_memory=(FlatAllGather(memory), FlatReduceScatter(memory) if is_flat else None))

@@ -5,19 +5,18 @@ import torch.distributed as dist
 
 from fsdp2.comm import comm_for
 from fsdp2.comm.base import Comm, What
-from fsdp2.comm.custom import AllGather, CustomComm, ReduceScatter
 from fsdp2.comm.groups import separate_group
 from fsdp2.mesh import Axis, MeshRoles
 
 
 class Channel:
-    """How a param group communicates; the `set_custom_*` methods and similar ones change it.
+    """How a param group communicates; some setters change it, and then call `ParamGroup.channel_changed`.
 
     Attributes:
         fqn: the unit's FQN, relative to the root once there is one.
         roles: mesh and axes.
         base: the backend's `Comm`.
-        comm: `base`, or the user's collectives around it.
+        comm: `base`, or what features have put around it.
         scatter_group: the process group of the shard axis that reduce-scatters use; None without a shard axis.
     """
 
@@ -27,8 +26,6 @@ class Channel:
         self.base: Comm = comm_for(roles.any_group, roles.device)
         self.comm = self.base
         self.scatter_group: dist.ProcessGroup | None = roles.shard_group
-        self._custom: tuple[AllGather | None, ReduceScatter | None] = (None, None)
-        self._memory: tuple[AllGather | None, ReduceScatter | None] = (None, None)
 
     def comm_over(self, axis: Axis) -> Comm:
         """The `Comm` for `axis`; for the replicate axis always the backend's own."""
@@ -42,31 +39,7 @@ class Channel:
 
     def like(self, other: "Channel") -> None:
         """Copy the settings of `other`, a channel of the same roles."""
-        self.scatter_group, self._custom, self._memory = other.scatter_group, other._custom, other._memory
-        self.base = other.base
-        self._choose()
-
-    @property
-    def has_custom(self) -> bool:
-        """Whether custom collectives are set."""
-        return self._custom != (None, None)
-
-    def customise(self, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None) -> None:
-        """Use these collectives instead of the current ones; None leaves one unchanged."""
-        self._custom = (all_gather or self._custom[0], reduce_scatter or self._custom[1])
-        self._choose()
-
-    def use_memory(self, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
-        """Use these collectives (the backend's, in other memory) where the user has set none; None for both removes
-        them."""
-        self._memory = (all_gather, reduce_scatter)
-        self._choose()
-
-    def _choose(self) -> None:
-        all_gather = self._custom[0] or self._memory[0]
-        reduce_scatter = self._custom[1] or self._memory[1]
-        is_base = all_gather is None and reduce_scatter is None
-        self.comm = self.base if is_base else CustomComm(self.base, all_gather, reduce_scatter)
+        self.scatter_group, self.base, self.comm = other.scatter_group, other.base, other.comm
 
     def separate_reduce_scatter(self, enable: bool) -> None:
         """Give reduce-scatters their own process group, or let them share that of the all-gathers again. Creating the

@@ -376,7 +376,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "comm: what a collective of the user's reads is not kept",
-        "comm.custom",
+        "extras.custom_comm",
         "        kept.append(source)\n",
         "",
         "custom",

@@ -21,7 +21,7 @@ from benchmarks.common import _commit
 from benchmarks.fake import FakeRank, collectives_of, in_fake_rank
 from benchmarks.memory.tracking import Kind, Tracker, timeline
 from benchmarks.plan.main import tables
-from fsdp2._torch import all_gather_flat
+from fsdp2._torch.extras import all_gather_flat
 from tests.helpers.scripts import run_script
 from tests.helpers.source_tree import ROOT
 

@@ -66,7 +66,7 @@ LAYERS: list[tuple[str, ...]] = [
         "extras.joint_step",
         "extras.optional",
     ),
-    ("extras.copying", "extras.pipelining", "extras.prediction", "extras.tiles"),
+    ("extras.copying", "extras.custom_comm", "extras.pipelining", "extras.prediction", "extras.tiles"),
     ("checks",),
     ("checks.emptied", "checks.left_out", "checks.replicas", "checks.unreduced"),
     ("checks.step_hook",),

@@ -1,0 +1,173 @@
+"""`CustomComm`: calls collectives that the user has written, in place of the backend's. Layer: extras.
+
+Implements two setters of `FSDPModule`. A whole group is sent in one flat tensor, as the interfaces require::
+
+    all-gather       operand's own range --copy--> own slice of what `allocate` gave ==call==> all --copy--> operand
+    reduce-scatter   source --copy--> what `allocate` gave ==call==> what `allocate` gave --copy--> output
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, PlannedGather, PlannedReduction, Tensors, What
+from fsdp2.comm.custom import AllGather, ReduceScatter
+from fsdp2.errors import ArgumentError, UnsupportedError
+from fsdp2.runtime import hooks
+from fsdp2.runtime.param_group import ParamGroup
+from fsdp2.runtime.unit import unit_for
+from fsdp2.settings import groups_of
+
+
+def allocated(
+    allocate: Callable[..., torch.Tensor], numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The tensor that the user's `allocate` returns for `numel` elements.
+
+    Raises:
+        ArgumentError: the tensor is not as requested.
+    """
+    tensor = allocate((numel,), dtype=dtype, device=device)
+    if tensor.shape != (numel,) or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+        raise ArgumentError(
+            f"{type(getattr(allocate, '__self__', allocate)).__name__}.allocate: expected a contiguous tensor of size "
+            f"({numel},), {dtype}, on {device}; got {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}, strides "
+            f"{tensor.stride()}. Return what was asked for, for example torch.empty(size, dtype=dtype, device=device)."
+        )
+    return tensor
+
+
+class CopyOut(NamedTuple):
+    """A custom collective in flight, whose results are copied to their destinations; `kept` is what it reads."""
+
+    works: Sequence[dist.Work | None]
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    kept: Tensors = ()
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        for work in self.works:
+            if work is not None:
+                work.wait()
+        for destination, source in self.copies:
+            destination.copy_(source)
+
+
+Pair = tuple[AllGather | None, ReduceScatter | None]
+
+
+class CustomComm(Comm):
+    """`base` with its all-gather, its reduce-scatter, or both replaced by custom ones.
+
+    The direct lane is off for the replaced collectives. Every rank must replace the same collectives.
+    """
+
+    def __init__(self, base: Comm, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None):
+        self.base = base
+        self.custom_all_gather = all_gather
+        self.custom_reduce_scatter = reduce_scatter
+        self.direct_min_bytes = base.direct_min_bytes if all_gather is None else None
+        self.direct_allows_uneven = base.direct_allows_uneven
+        self.has_average = base.has_average
+        self.by_user: Pair = (None, None)  # the collectives above that come from the user, and those that only use
+        self.in_memory: Pair = (None, None)  # other memory
+
+    @property
+    def scatter_direct_min_bytes(self) -> int | None:
+        return self.base.scatter_direct_min_bytes if self.custom_reduce_scatter is None else None
+
+    def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
+        if self.custom_all_gather is None:
+            return self.base.plan_all_gather(operands, what)
+        call = partial(_gather, self.custom_all_gather, operands, what.group)
+        return PlannedGather(self, operands, call)
+
+    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, dtype: torch.dtype, average: bool) -> Collective:
+        """Raises `UnsupportedError` if source and output have different dtypes."""
+        if self.custom_reduce_scatter is None:
+            return self.base.plan_reduce_scatter(bounds, what, dtype, average)
+        if dtype != what.dtype:
+            raise UnsupportedError(
+                f"a custom reduce-scatter sums in the dtype that travels; got {what.dtype} rows for a sum in {dtype}. "
+                "Leave the dtype on the wire unset, or do not set a custom reduce-scatter."
+            )
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        return PlannedReduction(partial(_scatter, self.custom_reduce_scatter, op, what.group), 1)
+
+    def plan_all_reduce(self, what: What, average: bool) -> Collective:
+        return self.base.plan_all_reduce(what, average)
+
+
+def _gather(gather: AllGather, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
+    """One call per operand (the packed lane has only one)."""
+    rank = group.rank()
+    works, copies = [], []
+    for operand in operands:
+        full = operand.full
+        whole = Operand(allocated(gather.allocate, full.numel(), full.dtype, full.device), operand.bounds)
+        row = whole.row(rank)
+        row.copy_(operand.row(rank))
+        works.append(gather(output_tensor=whole.full, input_tensor=row, group=group, async_op=True))
+        copies.append((full, whole.full))
+    return CopyOut(works, copies)
+
+
+def _scatter(scatter: ReduceScatter, op: Any, group: dist.ProcessGroup, sources: Tensors, outputs: Tensors) -> Pending:
+    """One call per operand (the packed lane has only one)."""
+    works, copies, kept = [], [], []
+    for full, output in zip(sources, outputs, strict=True):
+        source = allocated(scatter.allocate, full.numel(), full.dtype, full.device)
+        result = allocated(scatter.allocate, output.numel(), output.dtype, output.device)
+        source.copy_(full)
+        works.append(scatter(output_tensor=result, input_tensor=source, group=group, op=op))
+        copies.append((output, result))
+        kept.append(source)
+    return CopyOut(works, copies, kept)
+
+
+def customised_by_user(group: ParamGroup) -> bool:
+    """Whether the user has set custom collectives for this group."""
+    return isinstance(group.channel.comm, CustomComm) and group.channel.comm.by_user != (None, None)
+
+
+def customise(group: ParamGroup, by_user: Pair = (None, None), in_memory: Pair | None = None) -> None:
+    """Let the group use the user's collectives, None of which leaves one unchanged; and where the user has set none,
+    those `in_memory`."""
+    old = group.channel.comm if isinstance(group.channel.comm, CustomComm) else CustomComm(group.channel.base)
+    by_user = (by_user[0] or old.by_user[0], by_user[1] or old.by_user[1])
+    in_memory = old.in_memory if in_memory is None else in_memory
+    new = CustomComm(old.base, by_user[0] or in_memory[0], by_user[1] or in_memory[1])
+    new.by_user, new.in_memory = by_user, in_memory
+    group.channel.comm = old.base if by_user == in_memory == (None, None) else new
+    group.channel_changed()
+
+
+def _set_all_gather(module: object, comm: AllGather) -> None:
+    for group in _groups_of_one_mesh(module, "set_custom_all_gather"):
+        customise(group, by_user=(comm, None))
+
+
+def _set_reduce_scatter(module: object, comm: ReduceScatter) -> None:
+    groups = _groups_of_one_mesh(module, "set_custom_reduce_scatter")
+    if unit_for(module).policy.reduce_scatter_dtype is not None:
+        raise ArgumentError(
+            "set_custom_reduce_scatter: the unit's reduce_scatter_dtype needs an exchange of our own; leave one out"
+        )
+    for group in groups:
+        customise(group, by_user=(None, comm))
+
+
+def _groups_of_one_mesh(module: object, call: str) -> list[ParamGroup]:
+    """The unit's groups that have something to gather, which must be on one mesh."""
+    groups = groups_of(module)
+    meshes = {group.roles.mesh for group in groups}
+    if len(meshes) > 1:
+        raise ArgumentError(f"{call}: expected the unit's parameters on one mesh, got {sorted(map(str, meshes))}")
+    return [group for group in groups if group.roles.shard_group is not None]
+
+
+hooks.setters["set_custom_all_gather"] = _set_all_gather
+hooks.setters["set_custom_reduce_scatter"] = _set_reduce_scatter
