@@ -29,6 +29,7 @@ from fsdp2.checkpoint.io.planned_files import PlannedFile, owned_pieces, rank_fi
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.schema.manifest import FORMAT, Manifest, table_of
 from fsdp2.checkpoint.state.model import model_state
+from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.placement.tiling import spread_replicas
 
 RESULTS = Path(__file__).parent / "results"
@@ -58,7 +59,7 @@ def plan(tensors: dict[str, torch.Tensor], rank: int, world: int) -> tuple[dict[
     rows = {"model": {name: (entries[name].dtype, tiling) for name, tiling in tilings.items()}}
     table = table_of(rows, {"model": {}}, {"model": {}})
     pieces = list(owned_pieces(entries, tilings, rank))
-    return table, rank_file("model", pieces, {"id": "0" * 12, "rank": rank, "world": world})
+    return table, rank_file("model", pieces, {"id": "0" * 12, "rank": rank, "world": world}, LocalStorage())
 
 
 def manifest_of(table: dict[str, Any], world: int) -> bytes:

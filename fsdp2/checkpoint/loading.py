@@ -168,7 +168,7 @@ def _load(
     except BaseException as error:
         agreement.abandon(error)
         raise
-    if agreement.report(""):
+    if agreement.report():
         agreement.decide()  # also so that nobody joins this attempt again
         agreement.finish()
     agreement.wait()

@@ -7,14 +7,12 @@ On each rank:                                        through the store, without 
     [the last save failed: wait for all ranks]       the id of this save, which all its files contain
     [async_op: copy its values to host memory]
     write and sync its files in a temporary folder
-    report                                           the last rank to report has the records of all ranks
+    write a record of what it did there, and report  the last rank to report reads the records of all ranks
     on the last rank: write the manifest, rename     "done", for the ranks that wait
 
 A folder is a checkpoint if it has a manifest, and it gets one when everything in it is durable.
 """
 
-import hashlib
-import json
 import operator
 import os
 import time
@@ -39,7 +37,6 @@ from fsdp2.checkpoint.io.planned_files import (
     consolidated_files,
     consolidated_homes,
     joined_sums,
-    named_after,
     owned_pieces,
     rank_file,
 )
@@ -49,6 +46,7 @@ from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.run.background import SaveHandle, in_flight, stage
 from fsdp2.checkpoint.run.committing import commit, may_count
 from fsdp2.checkpoint.run.folders import free_name, own_folder, step_name, work_folder
+from fsdp2.checkpoint.run.records import Records, digest_of
 from fsdp2.checkpoint.schema.checksum import crc32
 from fsdp2.checkpoint.schema.manifest import MANIFEST, table_of
 from fsdp2.checkpoint.state.extra import ExtraShare, claimed, extra_shares
@@ -258,14 +256,15 @@ class _Job:
             if model is not None:
                 states["model"] = model_state(model, world)
             if optimizers := named_optimizers(optimizer):
-                states["optimizer"] = optimizers_state(
-                    model if isinstance(model, nn.Module) else None, optimizers, world
-                )
+                module = model if isinstance(model, nn.Module) else None
+                states["optimizer"] = optimizers_state(module, optimizers, world)
             elif isinstance(optimizer, Mapping):
                 states["optimizer"] = model_state(optimizer, world)
             entries = {section: {**state.entries, **state.within} for section, state in states.items()}
-            for entry in (entry for own in entries.values() for entry in own.values() if entry.local.is_meta):
-                raise ArgumentError(f"'{entry.name}': is on the meta device: it has no values to save")
+            every = [entry for own in entries.values() for entry in own.values()]
+            for entry in every:
+                if entry.local.is_meta:
+                    raise ArgumentError(f"'{entry.name}': is on the meta device: it has no values to save")
             tilings = {
                 section: {name: _tiling_for_writing(entry) for name, entry in own.items()}
                 for section, own in entries.items()
@@ -281,9 +280,8 @@ class _Job:
             pieces = {
                 section: list(owned_pieces(own, tilings[section], world.rank)) for section, own in entries.items()
             }
-        _wait_for({entry.local.device for own in entries.values() for entry in own.values()})
-        copies = _digest_of_copies(entry for own in entries.values() for entry in own.values())
-        plain = _sums_of_plain(entries, world)
+        _wait_for({entry.local.device for entry in every})
+        about = {"table": table, "copies": _digests_of_copies(every), "plain": _sums_of_plain(entries, world)}
         self.agreement.meet()  # after the devices have reached this step, and before anything is copied
         nonce = self.agreement.nonce()
         shares = extra_shares(extra)
@@ -291,7 +289,7 @@ class _Job:
             with profiler_range("FSDP::checkpoint_stage"):
                 pieces, shares = stage(pieces, shares)
         homes = self._homes(entries) if self.options.consolidated else {}
-        return lambda: self._run(nonce, {"table": table, "copies": copies, "plain": plain}, pieces, shares, homes)
+        return lambda: self._run(nonce, about, pieces, shares, homes)
 
     def _homes(self, entries: Mapping[str, Mapping[str, Entry]]) -> Homes:
         if not self.storage.renames:
@@ -299,56 +297,51 @@ class _Job:
                 "save: consolidated=True needs a file system on which all ranks may write to one file, and "
                 f"{self.path} is not. Save without it, then convert: python -m fsdp2.checkpoint convert"
             )
-        return {
-            section: consolidated_homes(
-                section,
-                {name: (entry.dtype, entry.tiling.shape) for name, entry in own.items()},
-                self.options.max_file_bytes,
-            )
+        rows = {
+            section: {name: (entry.dtype, entry.tiling.shape) for name, entry in own.items()}
             for section, own in entries.items()
         }
+        return {section: consolidated_homes(section, own, self.options.max_file_bytes) for section, own in rows.items()}
 
     def _run(
         self,
         nonce: str,
-        about_model: dict[str, Any],
+        about: dict[str, Any],
         pieces: Mapping[str, list[Piece]],
         shares: list[ExtraShare],
         homes: Homes,
     ) -> int:
         """Write, report, and commit if all others have reported. Returns the bytes of values that this rank wrote."""
-        storage, agreement = self.storage, self.agreement
+        storage, agreement, rank = self.storage, self.agreement, self.world.rank
         work = work_folder(storage, self.path, nonce)
-        about = {"id": nonce, "rank": self.world.rank, "world": self.world.size}
+        records = Records(storage, work, nonce, agreement)
         planned: list[PlannedFile] = []
         try:
-            shares = claimed(shares, agreement, self.world)  # here, where nothing waits for it
+            shares = claimed(shares, agreement)  # here, where nothing waits for it
             storage.make_folder(work)
-            planned = self._files(about, pieces, shares, homes)
-            if not storage.renames:
-                planned = [replace(file, name=named_after(file.name, nonce)) for file in planned]
+            planned = self._files({"id": nonce, "rank": rank, "world": self.world.size}, pieces, shares, homes)
             with own_folder(storage, work, self.path):
                 written = write_files(storage, work, planned)
-            if agreement.report(self._record(about_model, written, shares, homes)):
-                commit(storage, work, self.path, nonce, homes, agreement)
+                records.put(rank, self._record(about, written, shares, homes, records))
+            if agreement.report():
+                commit(storage, work, self.path, nonce, homes, agreement, records, self.world.size)
             agreement.wait()
         except BaseException as error:
             # The store may be gone, with a rank that had finished. The folder itself shows the outcome.
             counts = id_of(storage, self.path) == nonce
             is_told = agreement.has_failed  # also what failed after the commit, so that all ranks raise
             if agreement.abandon(error) and not counts:
-                self._discard(work, planned)
+                self._discard(work, [*(file.name for file in planned), *records.written])
             if not counts or is_told or not isinstance(error, CheckpointError):
                 raise
         # Only now is it known which rank has written extra state that several have.
         own = (*pieces.values(), *(share.pieces for share in shares if share.mine))
         return sum(piece.nbytes for some in own for piece in some)
 
-    def _discard(self, work: str, planned: list[PlannedFile]) -> None:
+    def _discard(self, work: str, names: list[str]) -> None:
         """Delete the files of a failed save: the disk may be full."""
         if may_count(self.storage, self.agreement):
             return
-        names = [file.name for file in planned]
         if self.storage.renames:  # otherwise an existing manifest belongs to another save
             names.append(MANIFEST)
         for name in names:
@@ -357,55 +350,43 @@ class _Job:
 
     @uncollected()
     def _files(
-        self,
-        about: Mapping[str, Any],
-        pieces: Mapping[str, list[Piece]],
-        shares: list[ExtraShare],
-        homes: Homes,
+        self, about: Mapping[str, Any], pieces: Mapping[str, list[Piece]], shares: list[ExtraShare], homes: Homes
     ) -> list[PlannedFile]:
         planned: list[PlannedFile] = []
         for section, own in pieces.items():
             if homes:
                 planned += consolidated_files(homes[section], own, self.world.rank, self.world.size)
             elif own:
-                planned.append(rank_file(section, own, about))
-        tensors = [piece for share in shares if share.mine for piece in share.pieces]
+                planned.append(rank_file(section, own, about, self.storage))
         if any(share.mine for share in shares):
-            planned.append(rank_file("extra", tensors, about))
+            tensors = [piece for share in shares if share.mine for piece in share.pieces]
+            planned.append(rank_file("extra", tensors, about, self.storage))
         return planned
 
     @uncollected()
     def _record(
-        self, about_model: dict[str, Any], written: list[Written], shares: list[ExtraShare], homes: Homes
-    ) -> str:
-        """What this rank reports. Ranks with equal tables, and equal plain tensors, put only one into the store."""
-        text = json.dumps(about_model["table"], separators=(",", ":"))
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        self.agreement.claim(f"table/{digest}", text)
-        plain = _digest(about_model["plain"]) if about_model["plain"] else ""
-        if plain:
-            self.agreement.claim(f"plain/{plain}", json.dumps(about_model["plain"]))
-        options = asdict(replace(self.options, on_saved=None))
-        record = {
-            "options": {"step": self.step, "world": self.world.size, **options},
-            "homes": _digest(homes),
-            "table": digest,
-            "copies": about_model["copies"],
-            "plain": plain,
-            "content": _digest([file.sums for file in written if not file.name.startswith("extra-")]),
+        self, about: dict[str, Any], written: list[Written], shares: list[ExtraShare], homes: Homes, records: Records
+    ) -> dict[str, Any]:
+        """What this rank tells the one that commits; see `committing.py`."""
+        return {
+            "options": {"step": self.step, "world": self.world.size, **asdict(replace(self.options, on_saved=None))},
+            "homes": digest_of(homes),
+            "table": records.share(about["table"]),
+            "copies": about["copies"],
+            "plain": records.share(about["plain"]) if about["plain"] else "",
+            "content": digest_of([file.sums for file in written if not file.name.startswith("extra-")]),
             "files": {file.name: [file.size, file.header_crc] for file in written},
             "sums": joined_sums(written, homes),
             "extra": {share.key: share.digest for share in shares},
             "shares": {share.key: [share.digest, share.form] for share in shares if share.mine},
         }
-        return json.dumps(record, separators=(",", ":"))
 
 
-def _digest_of_copies(entries: Iterable[Entry]) -> tuple[str, str]:
+def _digests_of_copies(entries: Iterable[Entry]) -> tuple[str, str]:
     """Two digests for tensors that are assumed to be copied on other meshes: one of their names and this rank's place
     in its mesh, one of some of their values. Ranks with equal first digests must have equal second digests."""
     copies = [entry for entry in entries if entry.copy is not None]
-    return _digest([(entry.name, entry.copy) for entry in copies]), _digest(_sums([entry.local for entry in copies]))
+    return digest_of([(entry.name, entry.copy) for entry in copies]), digest_of(_sums([each.local for each in copies]))
 
 
 def _sums_of_plain(entries: Mapping[str, Mapping[str, Entry]], world: World) -> dict[str, int]:
@@ -431,7 +412,3 @@ def _sums(tensors: Sequence[torch.Tensor]) -> list[int]:
         for index, first, last in zip(chosen, parts[::2], parts[1::2], strict=True):
             sums[index] = crc32(bytes_of(last), crc32(bytes_of(first)))
     return sums
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -1,5 +1,5 @@
-"""How ranks agree on a save: which save of one rank belongs to which of another, values too long for the store, threads
-that cannot be started, a last rank that dies while it completes the checkpoint."""
+"""How ranks agree on a save: which save of one rank belongs to which of another, records of any length, threads that
+cannot be started, a last rank that dies while it completes the checkpoint."""
 
 from __future__ import annotations
 
@@ -171,33 +171,30 @@ def test_groups_that_are_made_again(tmp_path: Path) -> None:
     assert all(outcome.ok and outcome.value == [2.0] * WIDTH for outcome in outcomes), outcomes
 
 
-# --- values that are too long for the store ---------------------------------------------------------------------------
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("part_bytes", [1 << 16, pytest.param(agreement.PART_BYTES, marks=pytest.mark.exhaustive)])
-def test_values_of_any_length(
-    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
-) -> None:
-    """What ranks tell each other: a position in the data that every rank has for itself, and a description of the model
-    that all have in common. Nothing of it stays in the store."""
-    monkeypatch.setattr(agreement, "PART_BYTES", part_bytes)
+def test_records_of_any_length(rank: int, world_size: int, tmp_path: Path) -> None:
+    """A position in the data of 10 MB that every rank has for itself, and a text of 10 MB that all have in common: more
+    than a store takes. Nothing of it stays, neither in the store nor in the folder."""
     left = []
-    for name, length in (("short", 1), ("long", part_bytes // 6), ("exact", part_bytes // 2)):
-        order = [rank, *range(length)] if name != "exact" else "é" * length
+    for length in (1, 10 << 20):
+        folder, order = tmp_path / str(length), f"{rank}" * length
         store = agreement.store_of(None).clone()
         dist.barrier()
         before = store.num_keys()
         dist.barrier()
-        state = {**sharded(world_size, 1.0), "text": f"{length:9d}" * (length if name == "long" else 1)}
-        checkpoint.save(tmp_path / name, model=state, extra={"order": order}, timeout_s=60)
+        state = {**sharded(world_size, 1.0), "text": "é" * length}
+        checkpoint.save(folder, model=state, extra={"order": order}, timeout_s=60)
         dist.barrier()
         left.append(store.num_keys() - before)
+        assert not [*folder.glob("record-*")]
         dist.barrier()
         into = {**sharded(world_size, 0.0), "text": ""}
-        assert checkpoint.load(tmp_path / name, model=into, timeout_s=60).extra["order"] == order
+        assert checkpoint.load(folder, model=into, timeout_s=60).extra["order"] == order
         assert into["text"] == state["text"]
-    assert left == [left[0]] * 3, left
+    assert left == [left[0]] * 2, left
 
 
 # --- threads that cannot be started -----------------------------------------------------------------------------------

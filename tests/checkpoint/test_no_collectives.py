@@ -26,6 +26,7 @@ from fsdp2.checkpoint.io.planned_files import owned_pieces, rank_file
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.schema.manifest import table_of
 from fsdp2.checkpoint.state.model import model_state
+from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.placement.box import whole
 from fsdp2.placement.tiling import Grid, Tiling, spread_replicas
 from tests.helpers.mortal_ranks import Case, run_cases
@@ -162,7 +163,7 @@ def plan(world_size: int, num_tensors: int, num_meshes: int = 1) -> tuple[int, b
             rows = {"model": {name: (entries[name].dtype, tiling) for name, tiling in tilings.items()}}
             table = table_of(rows, {"model": {}}, {"model": {}})
             pieces = list(owned_pieces(entries, tilings, rank))
-            file = rank_file("model", pieces, {"id": "0", "rank": rank, "world": world_size})
+            file = rank_file("model", pieces, {"id": "0", "rank": rank, "world": world_size}, LocalStorage())
         finally:
             sys.setprofile(None)
     assert len(pieces) == num_tensors

@@ -19,6 +19,7 @@ from fsdp2.checkpoint.ranks.world import Entry
 from fsdp2.checkpoint.schema.checksum import BLOCK, WIDTH, num_blocks
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.header import MAX_HEADER_BYTES, encode_header
+from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import ArgumentError
 from fsdp2.placement.box import Box, whole
 from fsdp2.placement.tiling import Tiling
@@ -137,11 +138,12 @@ def named_after(file: str, save_id: str) -> str:
     return f"{file.removesuffix('.safetensors')}-{save_id}.safetensors"
 
 
-def rank_file(section: str, pieces: Sequence[Piece], about: Mapping[str, Any]) -> PlannedFile:
+def rank_file(section: str, pieces: Sequence[Piece], about: Mapping[str, Any], storage: Storage) -> PlannedFile:
     """The file with everything that one rank writes of a section.
 
     Args:
         about: id, rank and world, which the file repeats to distinguish it from files of other saves.
+        storage: without renames the name of the file is unique to this save.
     """
     # Large items first, so that every tensor is aligned. Small tensors are then adjacent and can be read at once.
     ordered = sorted(pieces, key=lambda piece: (-ITEMSIZES[piece.dtype], piece.nbytes, piece.name))
@@ -156,12 +158,13 @@ def rank_file(section: str, pieces: Sequence[Piece], about: Mapping[str, Any]) -
         return encode_header(rows, {"format": "pt", "fsdp2": f'{own},"sums":{texts}}}'})
 
     end = len(header({name: ["0" * WIDTH] * count for name, count in counts.items()}))
-    header_bytes = _checked(end, section)
+    header_bytes, name = _checked(end, section), rank_file_name(section, about["rank"], about["world"])
     placed = []
     for piece in ordered:
         placed.append((end, piece.box, piece))
         end += piece.nbytes
-    return PlannedFile(rank_file_name(section, about["rank"], about["world"]), end, placed, header, False, header_bytes)
+    name = name if storage.renames else named_after(name, about["id"])
+    return PlannedFile(name, end, placed, header, False, header_bytes)
 
 
 def consolidated_homes(

@@ -1,8 +1,8 @@
 """How ranks agree on one save or load without a collective: through the key-value store. Layer: checkpoint.
 
-Each rank reports what it has done and continues. The last rank to report has every record and finishes the work for
-all; other ranks wait only to learn the outcome. An error of one rank is the outcome on all ranks. Works from any thread
-(the store's client is a clone), needs no separate process group, and leaves only a few words per attempt in the store.
+The store counts and holds short words; what a save has to tell is in files (`run/records.py`). Each rank reports that
+it is done and continues. The last rank to report finishes the work for all; other ranks wait only for the outcome. An
+error of one rank is the outcome on all ranks. Works from any thread (the store's client is a clone).
 """
 
 import uuid
@@ -22,17 +22,14 @@ from fsdp2.errors import CheckpointError, CorruptError, MismatchError, ReplacedE
 __all__ = ["Agreement", "world_of"]
 
 DONE = "done"
+MAX_WORD = 1 << 20  # characters; the store drops clients that send a value of more than 8 MiB
 
-# The possible outcomes: the work is committed; a rank failed; a rank timed out waiting for others.
+# The possible decisions: the work will be committed; a rank failed; a rank timed out waiting for others.
 GO, FAILED, WAITED = "go", "failed", "waited"
 
 # How many agreements of each name this process has begun. Ranks begin them in the same order, so the counts are equal.
 # Counted per process group: after the groups are recreated, perhaps because a rank was replaced, all start at zero.
 _begun: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
-
-# The store drops the connection of a client that sends a value of more than 8 MiB.
-PART_BYTES = 4 << 20
-IN_PARTS = b"\0in parts: "  # values are words and JSON, so none begins with this
 
 
 def world_of(group: dist.ProcessGroup | None) -> World:
@@ -55,6 +52,9 @@ class Agreement:
     Args:
         purpose: what the ranks do, for keys and messages ("save step-00000100").
         timeout_s: how long a rank waits for the others.
+
+    Attributes:
+        has_failed: this rank has published an error, or got one as the outcome.
     """
 
     def __init__(self, purpose: str, world: World, group: dist.ProcessGroup | None, timeout_s: float):
@@ -62,9 +62,8 @@ class Agreement:
         self._purpose = purpose
         self._world = world
         self._timeout = timedelta(seconds=timeout_s)
-        self._failed = False
+        self.has_failed = False
         self._store = self._own_client()
-        self._values = _Values(self._store, world.rank)
         name = f"{purpose}/{'-'.join(map(str, world.ranks)) if world.size < 9 else hash(world.ranks)}"
         self._before, self._prefix = self._begin(group, name)
 
@@ -104,20 +103,18 @@ class Agreement:
     def meet(self) -> None:
         """After a failed attempt: wait for the other ranks before any value of this rank is copied.
 
-        Ranks can leave a failed attempt at different training steps: one timed out and trained on while another only
-        now reaches the attempt. Their next saves could then be paired wrongly, and since a background save writes
-        copies, which do not change as training continues, one checkpoint could mix two steps. Ranks that meet here with
-        idle devices are at the same step, because no rank can get ahead without the others' collectives.
+        Ranks can leave a failed attempt at different training steps, and the next save of one could be paired with the
+        same save of another: one checkpoint would mix two steps. Ranks that meet here with idle devices are at the same
+        step, because no rank can get ahead without the others' collectives.
 
         Raises:
             CheckpointError: the others did not arrive in time, or one failed.
         """
-        if self._before is None or self._decision(self._before) == GO:
-            return
-        self.gather(
-            "After a failed attempt the ranks meet before they save, since one may have missed it; let every rank call "
-            "save again"
-        )
+        if self._before is not None and self._decision(self._before) != GO:
+            self.gather(
+                "After a failed attempt the ranks meet before they save, since one may have missed it; let every rank "
+                "call save again"
+            )
 
     def gather(
         self,
@@ -129,81 +126,56 @@ class Agreement:
 
         Args:
             advice: for the error if some do not come.
-            record: what this rank gives to `compare`.
+            record: a short text that this rank gives to `compare`.
             compare: called on one rank, with the records by rank. An error that it returns is raised on all ranks.
 
         Raises:
             CheckpointError: the others did not arrive in time, or one failed.
         """
         with self._explained():
-            self._values.set(f"{self._prefix}/here/{self._world.rank}", record)
-            if self._store.add(f"{self._prefix}/here", 1) == self._world.size:
-                keys = [f"{self._prefix}/here/{rank}" for rank in range(self._world.size)]
-                if (error := compare(self._values.get_all(keys))) is not None:
+            self._store.set(self._key(f"here/{self._world.rank}"), record)
+            if self._store.add(self._key("here"), 1) == self._world.size:
+                every = self._store.multi_get([self._key(f"here/{rank}") for rank in range(self._world.size)])
+                if (error := compare([bytes(each).decode() for each in every])) is not None:
                     self.abandon(error)
                 else:
                     self.claim("met", DONE)
         try:
-            self._store.wait([f"{self._prefix}/met"], self._timeout)
+            self._store.wait([self._key("met")], self._timeout)
         except RuntimeError as error:
             late = CheckpointError(f"{self._purpose}: {self._absent('here', 'come')}. {advice}")
             self.abandon(late, waited=True)
             raise late from error
         self.forget(f"here/{self._world.rank}")
-        if self.get("met") != DONE:  # a rank that failed after they met must not hide this rank's own error
+        if self._get(self._key("met")) != DONE:  # a rank that failed later must not hide this rank's own error
             self.check()
-
-    def _decision(self, prefix: str) -> str | None:
-        """The decision about an attempt; None if there is none yet."""
-        with self._explained():
-            key = f"{prefix}/decision"
-            return self._store.get(key).decode() if self._store.check([key]) else None
 
     def nonce(self) -> str:
         """A random word, the same on all ranks."""
         return self.claim("nonce", uuid.uuid4().hex[:12])
 
     def claim(self, key: str, value: str) -> str:
-        """The value that the first rank gave for `key`. If it is there already, this one's is not sent."""
+        """The value that the first rank gave for `key`."""
+        content = value[:MAX_WORD].encode(errors="backslashreplace")
         with self._explained():
-            there = self._store.check([f"{self._prefix}/{key}"])
-            return self.get(key) if there else self._values.claim(f"{self._prefix}/{key}", value)
+            return bytes(self._store.compare_set(self._key(key), "", content)).decode()
 
-    def get(self, key: str) -> str:
-        """A value that some rank claimed."""
-        with self._explained():
-            return self._values.get(f"{self._prefix}/{key}")
+    def is_first(self, key: str) -> bool:
+        """Whether this rank is the first one that asks for `key`."""
+        return self.claim(key, str(self._world.rank)) == str(self._world.rank)
 
     def forget(self, *keys: str) -> None:
-        """Delete claimed values that are no longer needed. Never raises, because the work is already committed."""
+        """Delete what is no longer needed. Never raises, because the work is already committed."""
         with suppress(RuntimeError):
             for key in keys:
-                self._values.delete(f"{self._prefix}/{key}")
+                self._store.delete_key(self._key(key))
 
-    def report(self, record: str) -> bool:
+    def report(self) -> bool:
         """Report that this rank has done its part. Returns whether it was the last one; the last rank must commit:
         `decide`, do the work, `finish`."""
         with self._explained():
-            self._values.set(f"{self._prefix}/rank/{self._world.rank}", record)
-            return bool(self._store.add(f"{self._prefix}/count", 1) == self._world.size)
-
-    def records(self) -> list[str]:
-        """What each rank reported, by rank; to be called by the last rank."""
-        with self._explained():
-            return self._values.get_all([f"{self._prefix}/rank/{rank}" for rank in range(self._world.size)])
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn errors of the store (DistStoreError and DistNetworkError are RuntimeErrors) into `CheckpointError`."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"{self._purpose}: the store that connects the ranks does not answer; the process that has it (rank "
-                f"0, or torchrun) may have died ({error})"
-            ) from error
+            self._store.set(self._key(f"rank/{self._world.rank}"), DONE)
+            return bool(self._store.add(self._key("count"), 1) == self._world.size)
 
     def check(self) -> None:
         """Raise if a rank has abandoned the work; see `decide`."""
@@ -234,7 +206,7 @@ class Agreement:
         Returns:
             whether it is certain that the work will not be committed.
         """
-        if self._failed:
+        if self.has_failed:
             return True
         with suppress(CheckpointError):
             if self.claim("decision", WAITED if waited else FAILED) != GO:
@@ -244,20 +216,16 @@ class Agreement:
 
     def fail(self, error: BaseException) -> None:
         """Make an error the outcome, unless there is one already. Never raises."""
-        self._failed = True
+        self.has_failed = True
         with suppress(CheckpointError):
             self.claim("outcome", f"rank {self._world.rank}: {type(error).__name__}: {error}")
             self.claim("met", FAILED)  # release ranks that wait in `meet`, so that they see the outcome
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank has published an error, or got one as the outcome."""
-        return self._failed
-
     def failed_by(self, kind: type[Exception]) -> bool:
         """After a failure: whether the outcome is an error of that type. False if the store cannot be asked."""
         with suppress(CheckpointError, RuntimeError):
-            return self._store.check([f"{self._prefix}/outcome"]) and _kind_in(self.get("outcome")) == kind.__name__
+            key = self._key("outcome")
+            return self._store.check([key]) and _kind_in(self._get(key)) == kind.__name__
         return False
 
     def wait(self) -> None:
@@ -266,7 +234,7 @@ class Agreement:
         Raises:
             CheckpointError: a rank failed (its error is in the message), or did not report in time.
         """
-        key = f"{self._prefix}/outcome"
+        key = self._key("outcome")
         try:
             self._store.wait([key], self._timeout)
         except RuntimeError as error:
@@ -274,14 +242,13 @@ class Agreement:
             if self.abandon(late, waited=True):
                 raise late from error
             self._wait_for_the_last(key)
-        outcome = self.get("outcome")
-        self._failed = outcome != DONE
+        outcome = self._get(key)
+        self.has_failed = outcome != DONE
         self.forget(f"rank/{self._world.rank}")
         if outcome != DONE:
             # Raise the same type on all ranks, whichever rank found the error.
-            name = _kind_in(outcome)
             kinds = (CorruptError, MismatchError, ReplacedError)
-            kind = next((each for each in kinds if each.__name__ == name), CheckpointError)
+            kind = next((each for each in kinds if each.__name__ == _kind_in(outcome)), CheckpointError)
             raise kind(f"{self._purpose} failed: {outcome}")
 
     def _wait_for_the_last(self, key: str) -> None:
@@ -299,82 +266,42 @@ class Agreement:
                     "checkpoint counts if its folder has a manifest"
                 ) from error
 
-    def _absent(self, where: str, what: str) -> str:
-        """The ranks that have not reported, as text.
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
 
-        Args:
-            where: each rank that has reported has left a key there.
-            what: the verb for what they have done.
-        """
+    def _get(self, key: str) -> str:
+        with self._explained():
+            return bytes(self._store.get(key)).decode()
+
+    def _decision(self, prefix: str) -> str | None:
+        """The decision about an attempt; None if there is none yet."""
+        key = f"{prefix}/decision"
+        with self._explained():
+            return self._get(key) if self._store.check([key]) else None
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn errors of the store (DistStoreError and DistNetworkError are RuntimeErrors) into `CheckpointError`."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{self._purpose}: the store that connects the ranks does not answer; the process that has it (rank "
+                f"0, or torchrun) may have died ({error})"
+            ) from error
+
+    def _absent(self, where: str, what: str) -> str:
+        """The ranks that have not reported, as text. Each rank that has reported has left a key at `where`."""
         seconds = f"within {self._timeout.total_seconds():g} s"
         with self._explained():
-            keys = [f"{self._prefix}/{where}/{rank}" for rank in range(self._world.size)]
-            arrived = [rank for rank, key in enumerate(keys) if self._store.check([key])]
-        missing = sorted(set(range(self._world.size)) - set(arrived))
+            every = range(self._world.size)
+            missing = [rank for rank in every if not self._store.check([self._key(f"{where}/{rank}")])]
         if not missing:
             return f"all ranks have {what}, but the last one did not finish the work {seconds}"
-        return f"ranks {_some(missing)} have not {what} {seconds}; {what}: {_some(arrived) or 'none'}"
-
-
-class _Values:
-    """Texts of any length in a store that limits the length of values. A long text is split into parts, and its key
-    holds their number.
-
-    Args:
-        owner: part of the keys of the parts, because several ranks may set the same key at once.
-    """
-
-    def __init__(self, store: Any, owner: int):
-        self._store = store
-        self._owner = owner
-        self._parts: dict[str, list[str]] = {}  # parts that this client has seen, to delete them later
-
-    def set(self, key: str, value: str) -> None:
-        self._store.set(key, self._put_parts(key, value))
-
-    def claim(self, key: str, value: str) -> str:
-        """The value that was set first."""
-        brief = self._put_parts(key, value)
-        first = bytes(self._store.compare_set(key, "", brief))
-        if first != brief:
-            self._delete_parts(key)
-        return self._whole(key, first)
-
-    def get(self, key: str) -> str:
-        return self._whole(key, bytes(self._store.get(key)))
-
-    def get_all(self, keys: Sequence[str]) -> list[str]:
-        return [self._whole(key, bytes(value)) for key, value in zip(keys, self._store.multi_get(keys), strict=True)]
-
-    def delete(self, key: str) -> None:
-        self._delete_parts(key)
-        self._store.delete_key(key)
-
-    def _put_parts(self, key: str, value: str) -> bytes:
-        """The value for the key itself; the parts are stored before it."""
-        content = value.encode(errors="backslashreplace")
-        if len(content) <= PART_BYTES:
-            return content
-        count = -(-len(content) // PART_BYTES)
-        self._parts[key] = _part_keys(key, self._owner, count)
-        for number, part in enumerate(self._parts[key]):
-            self._store.set(part, content[number * PART_BYTES : (number + 1) * PART_BYTES])
-        return IN_PARTS + f"{self._owner} {count}".encode()
-
-    def _whole(self, key: str, brief: bytes) -> str:
-        if not brief.startswith(IN_PARTS):
-            return brief.decode()
-        owner, count = map(int, brief.removeprefix(IN_PARTS).split())
-        self._parts[key] = _part_keys(key, owner, count)
-        return b"".join(bytes(self._store.get(part)) for part in self._parts[key]).decode()
-
-    def _delete_parts(self, key: str) -> None:
-        for part in self._parts.pop(key, ()):
-            self._store.delete_key(part)
-
-
-def _part_keys(key: str, owner: int, count: int) -> list[str]:
-    return [f"{key}/part/{owner}/{number}" for number in range(count)]
+        arrived = _some([rank for rank in every if rank not in set(missing)])
+        return f"ranks {_some(missing)} have not {what} {seconds}; {what}: {arrived or 'none'}"
 
 
 def _kind_in(outcome: str) -> str:

@@ -6,39 +6,52 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp2.checkpoint.formats.native import id_of
 from fsdp2.checkpoint.io.memory import uncollected
 from fsdp2.checkpoint.io.planned_files import Homes
 from fsdp2.checkpoint.ranks.agreement import FAILED, GO, Agreement
 from fsdp2.checkpoint.run.folders import delete, is_complete, own_folder, replace_folder, sweep
+from fsdp2.checkpoint.run.records import Records
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, body_of
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CheckpointError, CorruptError
 
-__all__ = ["commit", "index_files", "may_count", "write_manifest"]
+__all__ = ["commit", "encoded", "index_files", "may_count", "put_in_place"]
+
+# What one rank reported; see `_Job._record` in `saving.py`.
+Record = Mapping[str, Any]
 
 
-def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, agreement: Agreement) -> None:
+def commit(
+    storage: Storage, work: str, path: str, save_id: str, homes: Homes, agreement: Agreement, own: Records, ranks: int
+) -> None:
     """Turn the folder `work` into the checkpoint `path`. The last rank calls this, after all ranks have reported.
 
     Args:
         homes: for consolidated files, which file holds each tensor.
+        ranks: their number.
 
     Raises:
         CheckpointError: the records of the ranks contradict each other, or this rank does not see a file (the folder is
             not shared between machines).
     """
     agreement.check()
-    records = [json.loads(record) for record in agreement.records()]
-    options = _common_options(records)
     try:
         with own_folder(storage, work, path):
+            records = own.get(range(ranks))
+            options = _common_options(records)
             files = _files(storage, work, records)
+            plain = {record["plain"]: rank for rank, record in reversed([*enumerate(records)]) if record["plain"]}
+            tables: dict[str, list[int]] = {}
+            for rank, record in enumerate(records):
+                tables.setdefault(record["table"], []).append(rank)
+            with uncollected():
+                stored = [{**table, "ranks": tables[name]} for name, table in zip(tables, own.get(tables), strict=True)]
+            _warn_of_plain([*plain.values()], own.get(plain))
     finally:
         # Without renames the folder is the checkpoint's own; a save that came first may have deleted these files.
         if not storage.renames and is_complete(storage, path):
@@ -46,14 +59,8 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     for name, index in index_files(homes).items():
         storage.write_all(storage.join(work, name), index)
         files[name] = [len(index), f"{zlib.crc32(index):08x}"]
-    tables: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, record in enumerate(records):
-        tables[record["table"]].append(rank)
-    with uncollected():
-        stored = [{**json.loads(agreement.get(f"table/{digest}")), "ranks": ranks} for digest, ranks in tables.items()]
     _check_values(stored)
     _check_copies(records)
-    _warn_of_plain(records, agreement)
     _check_tables(stored, [record["content"] for record in records])
     common = {key: options[key] for key in ("step", "world", "about")}
     sums = [record["sums"] for record in records] if homes else []
@@ -61,29 +68,37 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     content = encoded(body, storage.join(path, MANIFEST))
     agreement.decide()
     try:
-        with own_folder(storage, work, path):
-            write_manifest(storage, storage.join(work, MANIFEST), content, save_id)
-            if storage.renames:
-                replace_folder(storage, work, path, options["overwrite"])
+        own.remove(ranks, [*tables, *plain])
+        put_in_place(storage, work, path, content, save_id, options["overwrite"])
     except BaseException as error:
         agreement.fail(error)
         raise
     gone = sweep(storage, path, files)  # before other ranks continue and may write to this name
     agreement.finish()
     claims = [f"extra/{key}/{share[0]}" for record in records for key, share in record["shares"].items()]
-    agreement.forget("nonce", "count", *claims, *(f"table/{digest}" for digest in tables))
-    agreement.forget(*{f"plain/{record['plain']}" for record in records if record["plain"]})
+    agreement.forget("nonce", "count", *claims)
     delete(storage, gone)
 
 
-def write_manifest(storage: Storage, file: str, content: bytes, save_id: str) -> None:
-    """Write the manifest. Without renames it makes the folder a checkpoint, so only one of two saves may succeed."""
-    try:
-        storage.write_all(file, content, new=not storage.renames)
-    except FileExistsError as error:
-        # The request may have been sent twice because the answer to the first was lost.
-        if id_of(storage, storage.split(file)[0]) != save_id:
-            raise CheckpointError(f"{file}: another save has completed a checkpoint there in the meantime") from error
+def put_in_place(storage: Storage, work: str, path: str, content: bytes, save_id: str, overwrite: bool) -> None:
+    """Write the manifest of the folder `work`, and give the folder its name. Where folders cannot be renamed, the
+    manifest makes it a checkpoint, so only one of two saves may succeed.
+
+    Raises:
+        CheckpointError: another save has come first.
+    """
+    file = storage.join(work, MANIFEST)
+    with own_folder(storage, work, path):
+        try:
+            storage.write_all(file, content, new=not storage.renames)
+        except FileExistsError as error:
+            # The request may have been sent twice because the answer to the first was lost.
+            if id_of(storage, work) != save_id:
+                raise CheckpointError(
+                    f"{file}: another save has completed a checkpoint there in the meantime"
+                ) from error
+        if storage.renames:
+            replace_folder(storage, work, path, overwrite)
 
 
 def may_count(storage: Storage, agreement: Agreement) -> bool:
@@ -112,7 +127,7 @@ def encoded(body: Mapping[str, Any], file: str, call: str = "save") -> bytes:
     return content
 
 
-def _common_options(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _common_options(records: Sequence[Record]) -> Mapping[str, Any]:
     """The options of the save; all ranks must have passed the same."""
     first: Mapping[str, Any] = records[0]["options"]
     for rank, record in enumerate(records):
@@ -129,26 +144,23 @@ def _common_options(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return first
 
 
-def _files(storage: Storage, work: str, records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def _files(storage: Storage, work: str, records: Sequence[Record]) -> dict[str, list[Any]]:
     """All files, with size and checksum. Raises if one does not exist."""
     files: dict[str, list[Any]] = {}
-    writers: dict[str, int] = {}
+    sizes = storage.sizes(work)
     for rank, record in enumerate(records):
         for name, (size, crc) in record["files"].items():
             files[name] = [size, crc if crc is not None else files.get(name, [size, None])[1]]
-            writers[name] = rank
-    sizes = storage.sizes(work)
-    for name, (size, _) in files.items():
-        found = sizes.get(name)
-        if found != size:
-            raise CheckpointError(
-                f"{storage.join(work, name)}: rank {writers[name]} wrote {size} bytes, and here there are "
-                f"{found if found is not None else 'none'}. All ranks must save to one shared folder."
-            )
+            found = sizes.get(name)
+            if found != size:
+                raise CheckpointError(
+                    f"{storage.join(work, name)}: rank {rank} wrote {size} bytes, and here there are "
+                    f"{found if found is not None else 'none'}. All ranks must save to one shared folder."
+                )
     return files
 
 
-def _extra(records: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def _extra(records: Sequence[Record]) -> dict[str, list[dict[str, Any]]]:
     """Key -> the shares of the ranks; equal shares are listed once."""
     contents: dict[tuple[str, str], dict[str, Any]] = {}
     for record in records:
@@ -167,10 +179,8 @@ def _extra(records: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any
 @uncollected()
 def _check_tables(tables: Sequence[Mapping[str, Any]], contents: Sequence[str]) -> None:
     """Check that all ranks of a tensor's mesh describe it in the same way. Otherwise rows would be missing, or stored
-    twice.
-
-    A tensor may be on several meshes if its values are the same on all of them. An example are the data-parallel meshes
-    along an axis, such as context parallelism, that no tensor of the model is distributed over.
+    twice. A tensor may be on several meshes if its values are the same on all of them: the data-parallel meshes along
+    an axis, such as context parallelism, that no tensor of the model is distributed over.
 
     Args:
         contents: for each rank a digest of everything that it wrote.
@@ -179,12 +189,12 @@ def _check_tables(tables: Sequence[Mapping[str, Any]], contents: Sequence[str]) 
     for table in tables:
         for section, names in table["tensors"].items():
             for name, (dtype, shape, mesh, cuts) in names.items():
-                row = _Row(dtype, shape, table["meshes"][mesh], cuts)
+                row = _Row(dtype, shape, cuts, table["meshes"][mesh])
                 first, ranks = described.setdefault((section, name), (row, set()))
                 if first != row and not first.is_copy(row, contents):
                     raise CheckpointError(
                         f"{section} '{name}': ranks {first.mesh['ranks'][:4]} and {row.mesh['ranks'][:4]} saved "
-                        f"different tensors under this name: {first} and {row}"
+                        f"different tensors under this name: {first.text} and {row.text}"
                     )
                 ranks.update(table["ranks"])
     for (section, name), (row, ranks) in described.items():
@@ -196,7 +206,30 @@ def _check_tables(tables: Sequence[Mapping[str, Any]], contents: Sequence[str]) 
             )
 
 
-def _check_copies(records: Sequence[Mapping[str, Any]]) -> None:
+class _Row(NamedTuple):
+    """How ranks describe one tensor."""
+
+    dtype: str
+    shape: list[int]
+    cuts: list[list[int]]
+    mesh: Mapping[str, Any]
+
+    def is_copy(self, other: "_Row", contents: Sequence[str]) -> bool:
+        """Whether the other row is the same tensor on another mesh, whose ranks wrote the same content."""
+        mine, theirs = self.mesh["ranks"], other.mesh["ranks"]
+        return (
+            (self[:3], self.mesh["shape"]) == (other[:3], other.mesh["shape"])
+            and not {*mine} & {*theirs}
+            and all(contents[one] == contents[two] for one, two in zip(mine, theirs, strict=True))
+        )
+
+    @property
+    def text(self) -> str:
+        """For messages."""
+        return f"{self.dtype} {self.shape} on a mesh of {self.mesh['shape']} cut (axis, dim) {self.cuts}"
+
+
+def _check_copies(records: Sequence[Record]) -> None:
     """Check that tensors on a part of a larger mesh are equal on its other parts. They are assumed to be copies and
     stored only once."""
     known: dict[str, tuple[str, int]] = {}
@@ -211,13 +244,16 @@ def _check_copies(records: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _warn_of_plain(records: Sequence[Mapping[str, Any]], agreement: Agreement) -> None:
-    """Warn of plain tensors that differ between ranks: one rank's is stored, and every rank will load that."""
-    ranks = {record["plain"]: rank for rank, record in reversed([*enumerate(records)]) if record["plain"]}
+def _warn_of_plain(ranks: Sequence[int], sums: Sequence[Mapping[str, int]]) -> None:
+    """Warn of plain tensors that differ between ranks: one rank's is stored, and every rank will load that.
+
+    Args:
+        sums: of the plain tensors of each of these ranks.
+    """
     known: dict[str, tuple[int, int]] = {}
     different: dict[str, str] = {}
-    for digest, rank in ranks.items():
-        for name, value in json.loads(agreement.get(f"plain/{digest}")).items():
+    for rank, own in zip(ranks, sums, strict=True):
+        for name, value in own.items():
             first, other = known.setdefault(name, (value, rank))
             if first != value:
                 different.setdefault(name, f"{name} (ranks {min(rank, other)} and {max(rank, other)})")
@@ -252,28 +288,6 @@ def _by_name(values: Mapping[str, Any]) -> dict[str, Any]:
     states = {f"state of '{fqn}'": values["forms"][index] for fqn, index in values["states"].items()}
     options = {f"options of '{fqn}'": group["options"] for group in values["groups"] for fqn in group["params"]}
     return {**states, **options}
-
-
-@dataclass(frozen=True)
-class _Row:
-    """How ranks describe one tensor."""
-
-    dtype: str
-    shape: list[int]
-    mesh: Mapping[str, Any]
-    cuts: list[list[int]]
-
-    def is_copy(self, other: "_Row", contents: Sequence[str]) -> bool:
-        """Whether the other row is the same tensor on another mesh, whose ranks wrote the same content."""
-        pairs = list(zip(self.mesh["ranks"], other.mesh["ranks"], strict=False))
-        alike = (self.dtype, self.shape, self.cuts) == (other.dtype, other.shape, other.cuts)
-        same_form = self.mesh["shape"] == other.mesh["shape"] and not {one for one, _ in pairs} & {
-            two for _, two in pairs
-        }
-        return alike and same_form and all(contents[one] == contents[two] for one, two in pairs)
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {self.shape} on a mesh of {self.mesh['shape']} cut (axis, dim) {self.cuts}"
 
 
 def index_files(homes: Homes) -> dict[str, bytes]:

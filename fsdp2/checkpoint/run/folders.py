@@ -54,7 +54,7 @@ __all__ = [
 STALE_S = 3600.0  # a temporary folder of another run that has not changed for this long is dead
 STEP = re.compile(r"step-(\d+)")
 # Files of a save; users may put others beside them.
-OURS = re.compile(r"(model|optimizer|extra)-rank-\d+-of-\d+(-[0-9a-f]{12})?\.safetensors(\.part)?")
+OURS = re.compile(r"(model|optimizer|extra)-rank-\d+-of-\d+(-[0-9a-f]{12})?\.safetensors(\.part)?|record-.*\.json")
 # Likewise, but a user may have created a file of the same name.
 SHARED = re.compile(
     rf"(model|optimizer)(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}\.part"

@@ -20,7 +20,6 @@ import torch
 from fsdp2.checkpoint.io.memory import blocks_of
 from fsdp2.checkpoint.io.planned_files import Piece
 from fsdp2.checkpoint.ranks.agreement import Agreement
-from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.schema.dtypes import name_of
 from fsdp2.checkpoint.schema.tree import encode
 from fsdp2.checkpoint.state.model import check_name, check_text
@@ -190,13 +189,12 @@ def extra_shares(extra: Mapping[str, Any]) -> list[ExtraShare]:
     return shares
 
 
-def claimed(shares: Sequence[ExtraShare], agreement: Agreement, world: World) -> list[ExtraShare]:
+def claimed(shares: Sequence[ExtraShare], agreement: Agreement) -> list[ExtraShare]:
     """The shares, with `mine` set on the first rank that has each content. This takes as long as hashing them."""
     result = []
     for share in shares:
         digest = _digest(share.form, share.pieces)
-        mine = agreement.claim(f"extra/{share.key}/{digest}", str(world.rank)) == str(world.rank)
-        result.append(replace(share, digest=digest, mine=mine))
+        result.append(replace(share, digest=digest, mine=agreement.is_first(f"extra/{share.key}/{digest}")))
     return result
 
 

@@ -119,6 +119,11 @@ class LocalStorage:
             os.replace(part, path)
         _sync_folder(os.path.dirname(path))
 
+    def write_note(self, path: str, content: bytes) -> None:
+        """Write a small file that only a running save reads: not synced."""
+        with _naming(path), open(path, "wb") as file:
+            file.write(content)
+
     def open_file(self, path: str) -> "LocalReader":
         """Open a file; `CheckpointError` if there is none."""
         return LocalReader(path)

@@ -152,6 +152,10 @@ class RemoteStorage:
         with _errors(path):
             self._fs.mv(self._bare(part), self._bare(path))
 
+    def write_note(self, path: str, content: bytes) -> None:
+        """See `LocalStorage`."""
+        self.write_all(path, content)
+
     def _created(self, path: str, content: bytes) -> bool:
         """Create a file in one request that fails if the file exists. Returns whether this is supported: old fsspec
         packages lack the argument, and old stores the condition."""

@@ -10,7 +10,7 @@ import torch
 
 from fsdp2.checkpoint.formats.native import id_of
 from fsdp2.checkpoint.opening import open_catalog
-from fsdp2.checkpoint.run.folders import delete, free_name, is_complete, own_folder, replace_folder, sweep, work_folder
+from fsdp2.checkpoint.run.folders import delete, free_name, is_complete, own_folder, sweep, work_folder
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.checkpoint.tools.rewriting import Conversion, Rewriting
 from fsdp2.checkpoint.tools.streaming import Progress
@@ -75,9 +75,7 @@ def convert(
     try:
         storage.make_folder(work)
         with own_folder(storage, work, path):
-            Rewriting(catalog, storage, chosen, nonce, files).run(work, progress)
-            if storage.renames:
-                replace_folder(storage, work, path, chosen.overwrite)
+            Rewriting(catalog, storage, chosen, nonce, files).run(work, path, progress)
         gone = sweep(storage, path, files)
     except BaseException:
         if storage.renames:

@@ -25,12 +25,11 @@ from fsdp2.checkpoint.io.planned_files import (
     consolidated_files,
     consolidated_homes,
     joined_sums,
-    named_after,
     rank_file,
 )
 from fsdp2.checkpoint.io.reading import Request
 from fsdp2.checkpoint.io.writing import write_files
-from fsdp2.checkpoint.run.committing import encoded, index_files, write_manifest
+from fsdp2.checkpoint.run.committing import encoded, index_files, put_in_place
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.schema.manifest import MANIFEST, body_of, table_of
 from fsdp2.checkpoint.storage.base import Storage
@@ -90,8 +89,8 @@ class Rewriting:
     names: list[str]
     _tensors: dict[str, dict[str, Row]] = field(default_factory=dict)
 
-    def run(self, work: str, progress: Progress | None) -> None:
-        """Write everything to the folder `work`, the manifest last.
+    def run(self, work: str, path: str, progress: Progress | None) -> None:
+        """Write everything to the folder `work`, the manifest last, and give it the name `path`.
 
         Raises:
             UnsupportedError: the old checkpoint has something that cannot be read.
@@ -133,7 +132,7 @@ class Rewriting:
         sizes = self.storage.sizes(work)
         if any(sizes.get(file.name) != file.size for file in written):
             raise CheckpointError(f"{work}: another save has written there in the meantime; convert to another folder")
-        write_manifest(self.storage, self.storage.join(work, MANIFEST), content, self.id)
+        put_in_place(self.storage, work, path, content, self.id, self.options.overwrite)
 
     def _check_left_out(self, sections: Sequence[str]) -> None:
         """Nothing that was asked for may be lost; what is neither model nor optimizer has no place in the new one."""
@@ -183,8 +182,7 @@ class Rewriting:
 
     def _rank_file(self, section: str, pieces: list[Piece], rank: int, world: int) -> PlannedFile:
         """A rank's own file. Without renames its name is unique to this save or conversion."""
-        file = rank_file(section, pieces, {"id": self.id, "rank": rank, "world": world})
-        return file if self.storage.renames else replace(file, name=named_after(file.name, self.id))
+        return rank_file(section, pieces, {"id": self.id, "rank": rank, "world": world}, self.storage)
 
     def _extra(self) -> tuple[dict[str, Any], list[PlannedFile]]:
         """The extra state and its files, unchanged."""

@@ -1,0 +1,88 @@
+"""What ranks tell the one that commits: JSON files in the folder of the save, of any size. Layer: checkpoint.
+
+They are not synced, since only a running save reads them, and deleted before the folder becomes a checkpoint.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from fsdp2.checkpoint.io.workers import run_all
+from fsdp2.checkpoint.ranks.agreement import Agreement
+from fsdp2.checkpoint.storage.base import Storage
+from fsdp2.errors import CheckpointError
+
+__all__ = ["Records", "digest_of"]
+
+THREADS = 4
+
+
+def digest_of(content: object) -> str:
+    """A digest of something as JSON."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+class Records:
+    """The records of one save.
+
+    Args:
+        folder: where they are.
+
+    Attributes:
+        written: names of the files that this rank has written.
+    """
+
+    def __init__(self, storage: Storage, folder: str, save_id: str, agreement: Agreement):
+        self._storage, self._folder, self._id, self._agreement = storage, folder, save_id, agreement
+        self.written: list[str] = []
+
+    def put(self, rank: int, record: Any) -> None:
+        """Write the record of a rank."""
+        self._write(str(rank), json.dumps(record, separators=(",", ":")))
+
+    def share(self, content: Any) -> str:
+        """Write something that many ranks have; the first of them does. Returns its digest, for the record."""
+        digest = digest_of(content)
+        if self._agreement.is_first(f"share/{digest}"):
+            self._write(digest, json.dumps(content, separators=(",", ":")))
+        return digest
+
+    def get(self, names: Iterable[object]) -> list[Any]:
+        """The records of ranks, or what was shared under digests.
+
+        Raises:
+            CheckpointError: a file is not here.
+        """
+        return run_all(self._read, [str(name) for name in names], THREADS, "fsdp2-records")
+
+    def remove(self, ranks: int, digests: Iterable[str]) -> None:
+        """Delete all. Never raises: what stays is taken for a stray file."""
+        for name in (*map(str, range(ranks)), *digests):
+            with suppress(OSError):
+                self._storage.remove(self._path(name))
+        self._agreement.forget(*(f"share/{digest}" for digest in digests))
+
+    def _path(self, name: str) -> str:
+        return self._storage.join(self._folder, f"record-{name}-{self._id}.json")
+
+    def _write(self, name: str, text: str) -> None:
+        path = self._path(name)
+        self.written.append(self._storage.split(path)[1])
+        self._storage.write_note(path, text.encode())
+
+    def _read(self, name: str) -> Any:
+        try:
+            reader = self._storage.open_file(self._path(name))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{self._path(name)}: was written by another rank, and is not here. All ranks must save to one shared "
+                "folder."
+            ) from error
+        try:
+            content = bytearray(reader.size)
+            reader.read_into(0, memoryview(content))
+        finally:
+            reader.close()
+        return json.loads(content)
