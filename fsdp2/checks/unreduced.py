@@ -148,9 +148,10 @@ def _what_leaves(unit: Unit, is_manual: bool) -> str:
 
 def _has_unreduced(unit: Unit, ids: set[int]) -> bool:
     """Whether gradients of parameters with these ids are unsharded, or wait for an all-reduce."""
-    params = [param for group in unit.groups for param in group.params if param.is_among(ids)]
-    wholes = [param.unsharded for param in params if param.unsharded is not None]
-    return any(param.partial is not None for param in params) or any(whole.grad is not None for whole in wholes)
+    pairs = [(group, param) for group in unit.groups for param in group.params if param.is_among(ids)]
+    wholes = [param.unsharded for _, param in pairs if param.unsharded is not None]
+    waits = any(param in group.gradients.partials for group, param in pairs)
+    return waits or any(whole.grad is not None for whole in wholes)
 
 
 def _lacks_gradients(units: Sequence[Unit], ids: set[int]) -> bool:

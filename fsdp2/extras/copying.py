@@ -12,9 +12,11 @@ from typing import Any
 
 from torch import nn
 
+from fsdp2._torch import local_tensor, make_parameter
 from fsdp2.module import FSDPModule, original_class
 from fsdp2.runtime import hooks
 from fsdp2.runtime.attach import guard_state_dict, owner_of
+from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import Slot
@@ -30,7 +32,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for group in (*unit.groups, *unit.borrowed):
         for param in group.params:
             if id(param.sharded) not in memo:
-                memo[id(param.sharded)] = param.clone_sharded()
+                memo[id(param.sharded)] = _cloned(param)
     original = original_class(type(module))
     copied: nn.Module = original.__new__(original)
     memo[id(module)] = copied
@@ -85,7 +87,24 @@ def _copied(param: ManagedParameter, memo: dict[int, Any]) -> ManagedParameter:
         module = slot.module
         if module is not None and id(module) in memo:
             slots.append(Slot(memo[id(module)], slot.name))
-    return param.copy_with(slots, memo[id(param.sharded)])
+    copied = copy.copy(param)
+    copied.slots, copied.sharded = slots, memo[id(param.sharded)]
+    copied.unsharded = copied.whole = copied.resharded = None
+    copied.flat = param.flat.new_empty(0)
+    if slots:
+        copied.refresh()
+    return copied
+
+
+def _cloned(param: ManagedParameter) -> nn.Parameter:
+    """A sharded parameter with its own memory and no gradient."""
+    sharded, local = param.sharded, local_tensor(param.sharded)
+    local = local.clone() if is_wrapper(local) else param.geometry.local_view(param.flat.clone())
+    copied = make_parameter(local, param.plan.specs.sharded(local.dtype), sharded.requires_grad)
+    copied.__dict__.update(param.kind.tags)
+    if sharded.grad_dtype != sharded.dtype:
+        copied.grad_dtype = sharded.grad_dtype
+    return copied
 
 
 def _emptied(unit: Unit) -> tuple[Any, tuple[()]]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -36,8 +36,9 @@ from fsdp2.runtime.attach import attach, guard_state_dict, owner_of, owners_of
 from fsdp2.runtime.geometry import Geometry
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.param_group import ParamGroup, Phase
-from fsdp2.runtime.parameter import ManagedParameter, Plan, distributed
+from fsdp2.runtime.parameter import ManagedParameter, Plan
 from fsdp2.runtime.reduction import Reduction
+from fsdp2.runtime.sink import Sink, distributed
 from fsdp2.runtime.slot import Slot
 from fsdp2.runtime.unit import Unit, unit_for, unit_of
 from fsdp2.specs import ParamSpecs
@@ -269,37 +270,36 @@ class _TileParameter(ManagedParameter):
         self.sharded = whole.sharded
         return not is_same
 
-    def drop_grad(self) -> None:
-        """Drop the gradient, and forget which tiles have added theirs."""
-        super().drop_grad()
-        self.of.arrived.clear()
 
-    @staticmethod
-    def deliver(params: Sequence[Any], grads: Sequence[torch.Tensor], _: object) -> list[ManagedParameter]:
-        """Add gradients to rows of the layer's. A parameter of the layer is complete when its last tile came."""
-        complete, rows = [], []
-        for tile, grad in zip(params, grads, strict=True):
-            rows.append(tile._rows_for(grad))
+class _TileSink(Sink):
+    """Adds gradients of tiles to rows of the layer's."""
+
+    def deliver(self, grads: Iterable[torch.Tensor]) -> list[ManagedParameter]:
+        """A parameter of the layer is complete when its last tile came."""
+        complete, rows, news = [], [], list(grads)
+        for tile, grad in zip(cast(Sequence[_TileParameter], self.params), news, strict=True):
+            rows.append(_rows_for(tile, grad))
             whole = tile.of
             whole.arrived.add(tile.index)
             if len(whole.arrived) == whole.num_tiles:
                 whole.arrived.clear()
                 complete.append(whole.param)
-        foreach_add(rows, [*grads])
+        foreach_add(rows, news)
         return complete
 
-    def _rows_for(self, local: torch.Tensor) -> torch.Tensor:
-        """The rows for the tile's gradient `local` in the layer's, which is zeros if there was none."""
-        whole = self.of.param
-        if backward_hooks_of(whole.sharded):
-            raise UnsupportedError(
-                f"'{self.fqn}' is of a tiled layer, so its gradient comes in parts, and register_hook has no gradient "
-                "to show. Use register_post_accumulate_grad_hook."
-            )
-        if (grad := whole.sharded.grad) is None:
-            zeros = whole.geometry.local_view(local.new_zeros(whole.geometry.local_numel))
-            grad = whole.sharded.grad = distributed(zeros, whole.plan.specs.sharded(local.dtype), whole.sharded.device)
-        return local_tensor(grad).narrow(0, self.start, local.shape[0]) if local.numel() else local
+
+def _rows_for(tile: _TileParameter, local: torch.Tensor) -> torch.Tensor:
+    """The rows for the tile's gradient `local` in the layer's, which is zeros if there was none."""
+    whole = tile.of.param
+    if backward_hooks_of(whole.sharded):
+        raise UnsupportedError(
+            f"'{tile.fqn}' is of a tiled layer, so its gradient comes in parts, and register_hook has no gradient "
+            "to show. Use register_post_accumulate_grad_hook."
+        )
+    if (grad := whole.sharded.grad) is None:
+        zeros = whole.geometry.local_view(local.new_zeros(whole.geometry.local_numel))
+        grad = whole.sharded.grad = distributed(zeros, whole.plan.specs.sharded(local.dtype), whole.sharded.device)
+    return local_tensor(grad).narrow(0, tile.start, local.shape[0]) if local.numel() else local
 
 
 class _LayerGroup(ParamGroup):
@@ -312,7 +312,7 @@ class _LayerGroup(ParamGroup):
     def __init__(self, group: ParamGroup):
         super().__init__(group.params, _nothing, _nothing)
         self.smaller, self.keep, self.channel = group.smaller, group.keep, group.channel
-        self.gradients = _NoGradients(self.params, self.channel, _nothing, _nothing)
+        self.gradients: _NoGradients = _NoGradients(self.params, self.channel, _nothing, _nothing)
         self.tiles: list[ParamGroup] = []
 
     def unshard(self, *_: object) -> None:
@@ -328,6 +328,14 @@ class _LayerGroup(ParamGroup):
 
 
 class _NoGradients(Gradients):
+    wholes: Sequence[_Whole] = ()
+
+    def drop(self) -> None:
+        """Forget which tiles have added their gradients."""
+        super().drop()
+        for whole in self.wholes:
+            whole.arrived.clear()
+
     def take(self, *_: object) -> list[Reduction]:
         """None: the tiles' units reduce them."""
         return []
@@ -409,6 +417,8 @@ def make_tiles(unit: Unit) -> None:
     bounds = chunk_bounds(layout.chunk, layer.num_tiles)
     spans = [(start, stop - start) for start, stop in pairwise(bounds) if start < stop]
     wholes = [[_Whole(param, len(spans)) for param in group.params] for group in groups]
+    for group, of_group in zip(groups, wholes, strict=True):
+        group.gradients.wholes = of_group
     kind = _LinearTile if isinstance(layer, _TiledLinear) else _EmbeddingTile
     policy = replace(unit.policy, output_dtype=None)  # the outputs of the layer are cast
     settings = replace(unit.settings, manual_finalization=False)  # the root's, which no tile is
@@ -422,6 +432,7 @@ def make_tiles(unit: Unit) -> None:
         for group, of_tile in zip(groups, tile_unit.groups, strict=True):
             of_tile.smaller, of_tile.keep, of_tile.changing = group.smaller, group.keep, group.changing
             of_tile.channel.like(group.channel)
+            of_tile.gradients.make_sink = _TileSink
             group.tiles.append(of_tile)
         unit.followers.append(tile_unit)
         module.__class__ = swapped_class(kind)

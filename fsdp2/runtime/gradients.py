@@ -13,7 +13,6 @@ which of them is the last, so gradients from a backward nested in the unit's own
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress, count
 from operator import attrgetter, is_not
 from typing import Any
 from weakref import ref
@@ -23,18 +22,18 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch import captures, grad_of, hooks_of, outside_transforms, post_accumulate_grad_hooks, running_backward
+from fsdp2._torch import captures, grad_of, hooks_of, outside_transforms, running_backward
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel
-from fsdp2.runtime.parameter import ManagedParameter, Partial
-from fsdp2.runtime.reduction import Reduction, ReductionPlan
+from fsdp2.runtime.reduction import Partials, Reduction, ReductionPlan
+from fsdp2.runtime.sink import Params, Sink, sink_of
 from fsdp2.runtime.streams import Streams
 
 MAX_PLANS = 64
 _is_there: Callable[[object], bool] = partial(is_not, None)
 _NONE = torch.empty(0)  # in place of unsharded parameters that do not exist; has no gradient
-_requires_grad: Callable[[torch.Tensor | None], bool] = attrgetter("requires_grad")
+needs_grad: Callable[[torch.Tensor | None], bool] = attrgetter("requires_grad")
 _grad_dtype: Callable[[torch.Tensor], torch.dtype | None] = attrgetter("grad_dtype")
 _Key = tuple[tuple[bool, ...], tuple[bool, ...], tuple[torch.dtype | None, ...]]
 
@@ -43,63 +42,73 @@ class Gradients:
     """The gradients of one group's parameters.
 
     Args:
-        on_ready: called in backward when all trainable parameters have received a gradient since `expect_all`.
+        on_ready: called in backward when all trainable parameters have received a gradient since the last were taken.
         on_unannounced: called for each gradient that arrives without `begin_backward`.
 
     Attributes:
-        were_taken: gradients of this backward were taken for a reduction.
+        make_sink: makes the sink of a reduction.
         unsharded: the unsharded parameters; none before the first unshard.
+        trainable: `requires_grad` of both forms when they were last compared; empty before the first unshard.
+        partials: with HSDP, reduce-scattered gradients that wait for their all-reduce.
+        were_taken: gradients of this backward were taken for a reduction.
     """
 
     def __init__(
-        self,
-        params: Sequence[ManagedParameter],
-        channel: Channel,
-        on_ready: Callable[[], None],
-        on_unannounced: Callable[[], None],
+        self, params: Params, channel: Channel, on_ready: Callable[[], None], on_unannounced: Callable[[], None]
     ):
         self._params = params
         self._channel = channel
         self._on_ready = on_ready
         self._on_unannounced = on_unannounced
-        self._trainable: list[bool] = []  # for both forms, once there are unsharded parameters
-        # By which gradients and which partial ones there are, and the sharded parameters' `grad_dtype`.
-        self._plans: dict[_Key, list[ReductionPlan]] = {}
-        self._sharded = [param.sharded for param in params]
-        self._is_plain = all(param.geometry.as_is and param.plan.specs.inner_mesh is None for param in params)
+        self.make_sink: Callable[[Params], Sink] = sink_of
+        self.unsharded: list[nn.Parameter] = []
+        self.trainable: list[bool] = []
+        self.partials: Partials = {}
         self.were_taken = False
-        self._missing: set[int] = set()
+        self._trained: frozenset[int] = frozenset()  # indices of trainable parameters
+        self._missing: set[int] = set()  # those of them that have received no gradient since the last were taken
         self._backward: int | None = None
         self._had_grads = False  # before this backward
-        self.unsharded: list[nn.Parameter] = []
-        self._untyped: list[ManagedParameter] = []  # whose `grad_dtype` is None
         self._hooks: dict[int, RemovableHandle] = {}
+        self._is_plain = all(param.geometry.as_is and param.plan.specs.inner_mesh is None for param in params)
+        # By which gradients and which partial ones there are, and the sharded parameters' `grad_dtype`.
+        self._plans: dict[_Key, list[ReductionPlan]] = {}
+        self.forget_plans()
+
+    # --- who is trained ----------------------------------------------------------------------------------------------
 
     def sync_trainable(self) -> None:
         """Copy the sharded parameters' `requires_grad` to the unsharded ones, once these exist."""
-        wanted = list(map(_requires_grad, self._sharded))
-        if wanted != self._trainable:
+        wanted = list(map(needs_grad, self._sharded))
+        if wanted != self.trainable:
             self.unsharded = [param.unsharded for param in self._params if param.unsharded is not None]
-            self._untyped = [param for param in self._params if param.sharded.grad_dtype is None]
             for unsharded, trainable in zip(self.unsharded, wanted, strict=True):
                 if unsharded.requires_grad != trainable:
                     unsharded.requires_grad = trainable  # `requires_grad_` refuses within transforms of torch.func
-            self._note_trainable(wanted)
+            self.trainable = wanted
+            self._trained = frozenset(index for index, trains in enumerate(wanted) if trains)
+            self._missing = set(self._trained)
+            for index in self._trained - self._hooks.keys():
+                self._hook(index)
 
     def follow_unsharded(self) -> None:
         """If the user froze or unfroze an unsharded parameter, or the sharded one meanwhile, do it to the other."""
-        found, wanted = list(map(_requires_grad, self.unsharded)), list(map(_requires_grad, self._sharded))
-        if not found == self._trainable == wanted:
+        if not list(map(needs_grad, self.unsharded)) == self.trainable == list(map(needs_grad, self._sharded)):
             self.follow([param.unsharded for param in self._params])
             self.sync_trainable()
 
     def follow(self, forms: Sequence[nn.Parameter | None]) -> None:
         """If the user froze or unfroze one of `forms`, which the modules have held instead of the sharded parameters,
         do the same to the sharded one."""
-        if self._trainable:
-            for param, form, before in zip(self._params, forms, self._trainable, strict=True):
+        if self.trainable:
+            for sharded, form, before in zip(self._sharded, forms, self.trainable, strict=True):
                 if form is not None and form.requires_grad != before:
-                    param.sharded.requires_grad = form.requires_grad
+                    sharded.requires_grad = form.requires_grad
+
+    @property
+    def has_trainable(self) -> bool:
+        """Whether some unsharded parameter requires a gradient."""
+        return bool(self._trained)
 
     def find_captured(self) -> str | None:
         """Within a backward: the FQN of an unsharded parameter whose gradient `torch.autograd.grad` will return. The
@@ -109,52 +118,31 @@ class Gradients:
             nodes = ((param.fqn, get_gradient_edge(each).node) for param, each in pairs if each.requires_grad)
             return next((fqn for fqn, node in nodes if captures(node)), None)
 
-    def _note_trainable(self, trainable: list[bool]) -> None:
-        self._trainable = trainable
-        self.expect_all()
-        for index, needs_grad in enumerate(trainable):
-            if needs_grad and index not in self._hooks:
-                self._hook(index)
-
-    @property
-    def has_trainable(self) -> bool:
-        """Whether some unsharded parameter requires a gradient."""
-        return any(self._trainable)
-
     def forget_unsharded(self) -> None:
         """The unsharded parameters will be created again, unless they match by the next unshard."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-        self._trainable = []
-        self.unsharded = []
+        self.trainable, self.unsharded = [], []
+        self._trained, self._missing = frozenset(), set()
         self.forget_plans()
-        self.expect_all()
 
     def forget_plans(self) -> None:
         """Drop the plans, because parameters, dtypes or the channel may have changed."""
-        self._plans = {}
+        self._plans.clear()
         self._sharded = [param.sharded for param in self._params]
+
+    # --- what has arrived --------------------------------------------------------------------------------------------
 
     @property
     def none_arrived(self) -> bool:
-        """Whether there are trainable parameters, none of which has received a gradient since `expect_all`."""
-        return bool(self._missing) and len(self._missing) == sum(self._trainable)
-
-    @property
-    def waits_for_another_use(self) -> bool:
-        """Whether all gradients that exist are of earlier microbatches: the unit ran several times, and gets the sum
-        over its uses in the backward of the first one."""
-        return self._had_grads and self.none_arrived
+        """Whether there are trainable parameters, none of which has received a gradient since the last were taken."""
+        return bool(self._missing) and len(self._missing) == len(self._trained)
 
     @property
     def some_arrived(self) -> bool:
         """Whether some parameter has received a gradient in this backward."""
-        return self.were_taken or len(self._missing) < sum(self._trainable)
-
-    def expect_all(self) -> None:
-        """Start counting again: no gradient has arrived yet."""
-        self._missing = set(compress(count(), self._trainable))
+        return self.were_taken or len(self._missing) < len(self._trained)
 
     def begin_backward(self) -> None:
         """The unit's backward begins, in the current backward pass."""
@@ -165,17 +153,23 @@ class Gradients:
 
     def end_backward(self) -> None:
         """The whole backward is over."""
-        for param in self._untyped:
-            if param.unsharded is not None and (grad := param.unsharded.grad) is not None:
-                param.unsharded.grad = grad.to(param.reduce_dtype)  # others will be added
+        if None in map(_grad_dtype, self._sharded):
+            self._cast_untyped()
         self._backward = None
         self.were_taken = False
-        self.expect_all()
+        self._missing = set(self._trained)
+
+    def _cast_untyped(self) -> None:
+        """Gradients of parameters whose `grad_dtype` is None may have any dtype. Others will be added to them."""
+        for param in self._params:
+            unsharded = param.unsharded
+            if param.sharded.grad_dtype is None and unsharded is not None and unsharded.grad is not None:
+                unsharded.grad = unsharded.grad.to(param.reduce_dtype)
 
     def _hook(self, index: int) -> None:
         weak_self = ref(self)  # the parameter holds the hook, and self holds the parameter
 
-        def hook(_param: torch.Tensor) -> None:
+        def hook(unsharded: torch.Tensor) -> None:
             gradients = weak_self()
             if gradients is not None and gradients._backward is None:
                 gradients._on_unannounced()
@@ -183,13 +177,10 @@ class Gradients:
                 gradients._missing.discard(index)
                 # Our hook is not the last only if the model added one since backward began. Then the gradients are
                 # reduced at the end of the unit's backward.
-                if not gradients._missing and gradients._is_last_hook(index, hook):
+                if not gradients._missing and next(reversed((hooks_of(unsharded) or {}).values())) is hook:
                     gradients._on_ready()
 
         self._hooks[index] = self.unsharded[index].register_post_accumulate_grad_hook(hook)
-
-    def _is_last_hook(self, index: int, hook: Callable[[torch.Tensor], None]) -> bool:
-        return post_accumulate_grad_hooks(self.unsharded[index])[-1] is hook
 
     def keep_hooks_last(self) -> None:
         """Move our hooks behind hooks that the model has added to unsharded parameters since forward. The order of
@@ -201,13 +192,19 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop all unreduced and partial gradients."""
+        self.partials.clear()
         for param in self._params:
-            param.drop_grad()
+            if param.unsharded is not None:
+                param.unsharded.grad = None
         self.end_backward()
 
+    # --- what is reduced ---------------------------------------------------------------------------------------------
+
     def take(self, settings: UnitSettings, at_end: bool, streams: Streams) -> list[Reduction]:
-        """Reductions, not yet started, of all existing gradients, one per original dtype of parameters. The unsharded
-        parameters have no gradients afterwards.
+        """Reductions, not yet started, of all existing gradients, one for each dtype of parameters. The unsharded
+        parameters have no gradients afterwards. Before the end of backward nothing, if all gradients that
+        exist are of earlier microbatches: the unit ran several times, and gets the sum over its uses in the backward of
+        the first one.
 
         Args:
             at_end: backward is over. Only then are zeros used for trainable parameters without a gradient (if the
@@ -222,23 +219,28 @@ class Gradients:
         grads = list(map(grad_of, unsharded))
         if not (fill or (at_end and has_replicas) or any(map(_is_there, grads))):
             return []
-        self.expect_all()
+        if not at_end and self._had_grads and self.none_arrived:
+            return []
+        self._missing = set(self._trained)
         for each in unsharded:
             each.grad = None
-        if not self._is_plain or any(map(_requires_grad, compress(grads, map(_is_there, grads)))):
+        if not self._is_plain or any(map(needs_grad, filter(_is_there, grads))):
             pairs = zip(self._params, grads, strict=True)
             grads = [None if grad is None else param.local_grad(grad) for param, grad in pairs]
         if fill:
             self._fill(grads, settings.reduce_unused)
-        takes_partials = has_replicas and settings.requires_all_reduce
-        partials: Sequence[Partial | None] = self._take_partials() if takes_partials else ()
-        plans = self._plans_for(grads, partials)
+        partials, has_partial = self.partials, tuple[bool, ...]()
+        if settings.requires_all_reduce and partials:
+            self.partials, has_partial = {}, tuple(map(partials.__contains__, self._params))
+        key = tuple(map(_is_there, grads)), has_partial, tuple(map(_grad_dtype, self._sharded))
+        plans = self._plans.get(key)
+        if plans is None:
+            plans = self._plan(key, grads)
         self.were_taken = self.were_taken or bool(plans)
         reductions = []
         for plan in plans:
             taken: Any = list(map(grads.__getitem__, plan.indices[: plan.num_grads]))
-            partial = [partials[index] for index in plan.indices] if partials else ()
-            reductions.append(Reduction(taken, partial, plan, settings, streams))
+            reductions.append(Reduction(taken, partials, plan, settings, streams))
         return reductions
 
     def _fill(self, grads: list[torch.Tensor | None], which: bool | frozenset[int]) -> None:
@@ -247,7 +249,7 @@ class Gradients:
             param = self._params[index]
             if not param.sharded.requires_grad:
                 continue
-            if not param.has_known_reduce_dtype:
+            if param.sharded.grad_dtype is None and param.plan.policy.reduce_dtype is None:
                 raise ArgumentError(
                     f"'{param.fqn}': a gradient that some ranks do not have is reduced as zeros there (as "
                     "set_reduce_scatter_unused_params(True) asks for), so all must know its dtype; its grad_dtype is "
@@ -256,33 +258,22 @@ class Gradients:
             if grads[index] is None:
                 grads[index] = torch.zeros(param.layout.shape, dtype=param.reduce_dtype, device=param.roles.device)
 
-    def _take_partials(self) -> list[Partial | None]:
-        partials = [param.partial for param in self._params]
-        for param in self._params:
-            param.partial = None
-        return partials
-
-    def _plans_for(
-        self, grads: Sequence[torch.Tensor | None], partials: Sequence[Partial | None]
-    ) -> Sequence[ReductionPlan]:
-        """One plan for each original dtype of the parameters that have a gradient or a partial one, in the order of the
-        parameters, which is the same on every rank."""
-        has_grad = tuple(map(_is_there, grads))
-        key = has_grad, tuple(map(_is_there, partials)), tuple(map(_grad_dtype, self._sharded))
-        found = self._plans.get(key)
-        if found is None:
-            if len(self._plans) >= MAX_PLANS:  # other parameters get gradients in each step
-                self._plans.clear()
-            by_dtype: dict[torch.dtype, list[int]] = {}
-            for index, param in enumerate(self._params):
-                grad = grads[index]
-                if grad is not None and grad.layout is not torch.strided:
-                    raise UnsupportedError(
-                        f"'{param.fqn}': expected a dense gradient, got one of layout {grad.layout}, which cannot be "
-                        "reduced. Build the embedding with sparse=False."
-                    )
-                if grad is not None or (partials and partials[index] is not None):
-                    by_dtype.setdefault(param.flat.dtype, []).append(index)
-            found = [ReductionPlan(self._params, members, has_grad, self._channel) for members in by_dtype.values()]
-            self._plans[key] = found
-        return found
+    def _plan(self, key: _Key, grads: Sequence[torch.Tensor | None]) -> list[ReductionPlan]:
+        """One plan for each dtype of the parameters, in their order, which is the same on every rank."""
+        has_grad, has_partial, _ = key
+        if len(self._plans) >= MAX_PLANS:  # other parameters get gradients in each step
+            self._plans.clear()
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, (param, grad) in enumerate(zip(self._params, grads, strict=True)):
+            if grad is not None and grad.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"'{param.fqn}': expected a dense gradient, got one of layout {grad.layout}, which cannot be "
+                    "reduced. Build the embedding with sparse=False."
+                )
+            if grad is not None or (has_partial and has_partial[index]):
+                by_dtype.setdefault(param.dtype, []).append(index)
+        plans = self._plans[key] = [
+            ReductionPlan(self._params, members, has_grad, self._channel, self.make_sink)
+            for members in by_dtype.values()
+        ]
+        return plans

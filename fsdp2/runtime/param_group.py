@@ -38,7 +38,7 @@ from fsdp2.nothing import NOTHING
 from fsdp2.policies import Sharding
 from fsdp2.runtime.changes import Changes, agrees
 from fsdp2.runtime.channel import Channel
-from fsdp2.runtime.gradients import Gradients
+from fsdp2.runtime.gradients import Gradients, needs_grad
 from fsdp2.runtime.host_copy import HostCopy
 from fsdp2.runtime.memory import in_memory_order, lay_together
 from fsdp2.runtime.parameter import ManagedParameter, check_stand_in
@@ -238,7 +238,8 @@ class ParamGroup:
         self.phase = Phase.UNSHARDED
         if self.smaller is not None:
             self._follow_resharded()
-        self.gradients.sync_trainable()
+        if list(map(needs_grad, self._sharded)) != self.gradients.trainable:
+            self.gradients.sync_trainable()
         self.changes.forget()
         (self._table or self._slots()).put(self.gradients.unsharded)
         if self.smaller is not None:
@@ -266,7 +267,8 @@ class ParamGroup:
         assert unsharded is not None
         if self.phase is Phase.UNSHARDED:
             self.changes.check_none()
-            self.gradients.follow_unsharded()
+            if list(map(needs_grad, self.gradients.unsharded)) != self.gradients.trainable:
+                self.gradients.follow_unsharded()
             if to is Phase.SMALLER:
                 assert self.smaller is not None
                 with torch.no_grad():

@@ -14,10 +14,9 @@ resharded   `resharded`, a DTensor on the post-  this rank's rows of the smaller
 autograd graphs hold `unsharded`. The group knows which form the module currently holds.
 """
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -26,17 +25,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2._torch import (
-    DTensorSpec,
-    backward_hooks_of,
-    foreach_add,
     local_tensor,
-    make_dtensor,
     make_parameter,
     move_hooks,
-    plain_dtensor,
     set_local_tensor,
     subclassed_parameter,
-    tensor_hooks,
     version,
 )
 from fsdp2.carving import carved_of
@@ -119,79 +112,19 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
     """The user's parameter class and attributes; the unsharded parameter keeps both."""
 
     cls: type
     tags: dict[str, Any]
 
     @staticmethod
-    def of(original: nn.Parameter) -> "_Kind":
+    def of(original: nn.Parameter) -> "Kind":
         """The kind of `original`. A tensor subclass that is only marked as a parameter counts as a plain parameter,
         because its data keeps the class."""
         if nn.Parameter not in type(original).__mro__:
-            return _Kind(nn.Parameter, {})
-        return _Kind(type(original), dict(original.__dict__))
-
-
-class Partial(NamedTuple):
-    """A gradient that was reduce-scattered but not yet all-reduced.
-
-    Attributes:
-        flat: the reduce-scattered sum, 1-D and padded.
-        divisor: the number by which the sum over the replicas still has to be divided.
-    """
-
-    flat: torch.Tensor
-    divisor: float
-
-    def over(self, divisor: float) -> torch.Tensor:
-        """The sum, rescaled so that it still has to be divided by `divisor`. The divide factor that was set when a
-        gradient was reduce-scattered applies to that gradient, even if the factor has changed since."""
-        return self.flat if divisor == self.divisor else self.flat * (divisor / self.divisor)
-
-
-def deliver(
-    params: "Sequence[ManagedParameter]", grads: Sequence[torch.Tensor], specs: Sequence[DTensorSpec]
-) -> "Sequence[ManagedParameter]":
-    """Set the reduced gradients of `params`, of one reduction, or add to the existing ones. Returns the parameters
-    whose gradient is complete."""
-    old, new = [], []
-    for param, local, spec in zip(params, grads, specs, strict=True):
-        sharded = param.sharded
-        if backward_hooks_of(sharded):
-            local = _hooked(param, local, spec)
-        if (grad := sharded.grad) is None:
-            is_here = local.device == sharded.device
-            sharded.grad = plain_dtensor(local, spec) if is_here else distributed(local, spec, sharded.device)
-        else:
-            old.append(local_tensor(grad))
-            new.append(local)
-    foreach_add(old, new)
-    return params
-
-
-def distributed(local: torch.Tensor, spec: DTensorSpec, device: torch.device) -> torch.Tensor:
-    """A gradient for a parameter that says it is on `device`: torch refuses one that says another."""
-    if local.device == device:
-        return make_dtensor(local, spec)
-    grad = make_dtensor(torch.empty_like(local, device=device), spec)
-    set_local_tensor(grad, local, spec)
-    return grad
-
-
-def _hooked(param: "ManagedParameter", local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """What the user's `register_hook` hooks make of a reduced gradient; autograd has not run them."""
-    grad = distributed(local, spec, param.sharded.device)
-    for hook in tensor_hooks(param.sharded):
-        changed = hook(grad)
-        grad = grad if changed is None else changed
-    if not isinstance(grad, DTensor) or local_tensor(grad).shape != local.shape:
-        raise ArgumentError(
-            f"a hook of '{param.fqn}' returned a {type(grad).__name__}; expected None or a DTensor of the shape and "
-            "placements of the gradient that it was given"
-        )
-    return local_tensor(grad).to(local.dtype)
+            return Kind(nn.Parameter, {})
+        return Kind(type(original), dict(original.__dict__))
 
 
 class ManagedParameter:
@@ -207,55 +140,29 @@ class ManagedParameter:
         sharded, unsharded, resharded: see the table above; the last two are None while they do not exist.
         flat: 1-D storage of the local shard, padded.
         whole: a second tensor on the memory of `unsharded`, dims in memory order, in no autograd graph.
-        partial: with HSDP, the reduce-scattered gradient that still waits for its all-reduce.
         writes_on_meta: how often the original was written to on the meta device, where writes leave no values.
         extension: the user's hooks that change the all-gather of this parameter, if any.
     """
-
-    deliver = staticmethod(deliver)
 
     def __init__(self, slots: list[Slot], fqn: str, original: nn.Parameter, data: torch.Tensor, plan: Plan):
         self.slots = slots
         self.fqn = fqn
         self.plan = plan
         self.geometry = Geometry(data, plan.dim, plan.roles)
-        self._kind = _Kind.of(original)
+        self.kind = Kind.of(original)
         local, self.flat = self._padded(self.geometry.cut(data))
         self.extension: Extension | None = extension_of(fqn, local)
         self.sharded = make_parameter(local, plan.specs.sharded(local.dtype), original.requires_grad)
-        self.sharded.__dict__.update(self._kind.tags)
+        self.sharded.__dict__.update(self.kind.tags)
         move_hooks(original, self.sharded)
         if original.grad_dtype != original.dtype:
             self.sharded.grad_dtype = original.grad_dtype
         self.unsharded: nn.Parameter | None = None
         self.whole: torch.Tensor | None = None
         self.resharded: nn.Parameter | None = None
-        self.partial: Partial | None = None
         self.writes_on_meta = version(original) if original.is_meta else 0
         _managed[original] = ref(self)
         self.put(self.sharded)
-
-    def clone_sharded(self) -> nn.Parameter:
-        """A copy of `sharded` with its own memory and no gradient."""
-        flat = self.flat.clone()
-        local = local_tensor(self.sharded)
-        local = local.clone() if is_wrapper(local) else self.geometry.local_view(flat)
-        copied = make_parameter(local, self.plan.specs.sharded(local.dtype), self.sharded.requires_grad)
-        copied.__dict__.update(self._kind.tags)
-        if self.sharded.grad_dtype != self.sharded.dtype:
-            copied.grad_dtype = self.sharded.grad_dtype
-        return copied
-
-    def copy_with(self, slots: list[Slot], sharded: nn.Parameter) -> "ManagedParameter":
-        """The same parameter in a copied model: `slots` hold `sharded`, which has memory of its own."""
-        copied = copy.copy(self)
-        copied.slots = slots
-        copied.unsharded = copied.whole = copied.resharded = copied.partial = None
-        copied.sharded = sharded
-        copied.flat = copied.flat.new_empty(0)
-        if slots:
-            copied.refresh()
-        return copied
 
     # --- geometry ----------------------------------------------------------------------------------------------------
 
@@ -317,11 +224,6 @@ class ManagedParameter:
         return self.extension is not None or self.plan.extension is not None
 
     @property
-    def has_known_reduce_dtype(self) -> bool:
-        """Whether ranks without a gradient know the reduce dtype too: the user may have set `grad_dtype` to None."""
-        return self.sharded.grad_dtype is not None or self.plan.policy.reduce_dtype is not None
-
-    @property
     def aliases(self) -> bool:
         """Whether `unsharded` can use the memory of `flat`: nothing is sharded, cast or moved (as in DDP)."""
         return (
@@ -349,11 +251,11 @@ class ManagedParameter:
         trainable, specs = self.sharded.requires_grad, self.plan.specs
         if specs.inner_mesh is not None:
             self.unsharded = make_parameter(data, specs.unsharded(data.dtype), trainable)
-        elif self._kind.cls is not nn.Parameter:
-            self.unsharded = subclassed_parameter(self._kind.cls, data, trainable)
+        elif self.kind.cls is not nn.Parameter:
+            self.unsharded = subclassed_parameter(self.kind.cls, data, trainable)
         else:
             self.unsharded = nn.Parameter(data, requires_grad=trainable)
-        self.unsharded.__dict__.update(self._kind.tags)
+        self.unsharded.__dict__.update(self.kind.tags)
         _managed[self.unsharded] = ref(self)
         if self.sharded.grad_dtype is None:  # the user's: a custom backward may write one of any dtype
             self.unsharded.grad_dtype = None
@@ -393,12 +295,6 @@ class ManagedParameter:
                 grad = grad.redistribute(placements=placements)
             grad = local_tensor(grad)
         return grad if self.geometry.as_is else self.geometry.to_memory(grad)
-
-    def drop_grad(self) -> None:
-        """Drop the gradient that is unsharded, or waits for an all-reduce."""
-        self.partial = None
-        if self.unsharded is not None:
-            self.unsharded.grad = None
 
     def is_among(self, ids: set[int]) -> bool:
         """Whether one of its forms is one of the objects with these ids."""

@@ -1,34 +1,36 @@
 """`Reduction`: one group's gradients on their way from `unsharded.grad` to `sharded.grad`. Layer: runtime.
 
+What rank 0 of two has, for small gradients `a` and `b` and a large one `g`, each with rows for both ranks::
+
+    gradients             [a0|a1]  [b0|b1]  [g0|g1]
+    [1] packed buffer     [a0 b0|a1 b1]
+    [2] flat output       [a0 b0 g0]     one reduce-scatter of two operands, the buffer and `g`
+    [3] partials          a0, b0, g0     kept with the group, views of the flat output
+
 Steps, cited in `Reduction._steps`::
 
     [1] pack       small or oddly shaped gradients are copied into one buffer; large ones are operands themselves
     [2] scatter    reduce-scatter over the shard axis, into one flat output for all parameters
     [3] partial    HSDP without all-reduce: the output is kept, and added to the next one
     [4] replicas   all-reduce over the replicate axis; reduce-scatter where the shards are cut over it too
-    [5] scale      what the collectives did not divide; the all-reduce hook; cast to the dtype of the sharded gradients
-    [6] hand over  `sharded.grad` is set or added to; the user's post-accumulate hooks run; `settings.when_reduced`
+    [5] scale      what the collectives did not divide; the all-reduce hook; the sink receives the flat output
+    [6] hand over  the sink sets `sharded.grad` or adds to it, and runs the hooks
 
 On an accelerator [1], [2], [4] and [5] are enqueued without a pause. On the CPU each wait ends a step, and the context
 takes the next step when it has to.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from functools import partial, reduce
-from itertools import accumulate
+from functools import reduce
+from itertools import repeat
 from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from fsdp2._torch import (
-    foreach_copy,
-    foreach_divided,
-    hooks_of,
-    post_accumulate_grad_hooks,
-    profiler_is_on,
-)
+from fsdp2._torch import foreach_copy, foreach_divided, hooks_of, post_accumulate_grad_hooks, profiler_is_on
 from fsdp2.comm.base import Collective, Reported
 from fsdp2.comm.scaling import Scaling, scaling_for
 from fsdp2.errors import CollectiveError
@@ -38,89 +40,101 @@ from fsdp2.nothing import NOTHING
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.packing import Packing
-from fsdp2.runtime.parameter import ManagedParameter, Partial
+from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.sink import Params, Sink
 from fsdp2.runtime.streams import Streams
 
-_NOTHING = torch.empty(0)
 _dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
+_sharded_of: Callable[[ManagedParameter], torch.Tensor] = attrgetter("sharded")
+_Waits = tuple[Any, Any]  # `first.wait(second)` waits
+
+
+class Partial(NamedTuple):
+    """A gradient that was reduce-scattered but not yet all-reduced.
+
+    Attributes:
+        flat: the reduce-scattered sum, 1-D and padded.
+        divisor: the number by which the sum over the replicas still has to be divided.
+    """
+
+    flat: torch.Tensor
+    divisor: float
+
+    def over(self, divisor: float) -> torch.Tensor:
+        """The sum, rescaled so that it still has to be divided by `divisor`. The divide factor that was set when a
+        gradient was reduce-scattered applies to that gradient, even if the factor has changed since."""
+        return self.flat if divisor == self.divisor else self.flat * (divisor / self.divisor)
+
+
+Partials = dict[ManagedParameter, Partial]
 
 
 class ReductionPlan:
-    """Lanes, dtypes, sizes and collectives of one reduction; valid only for the parameters, and the set of present
-    gradients, that it was built from.
+    """What all reductions of the same gradients of a group have in common.
 
     Args:
-        params: those of a group, of which some take part.
-        members: their indices in `params`; each has a gradient, or a partial gradient of an earlier backward.
+        params: those of the group.
+        members: indices of those that take part, of one dtype; each has a gradient, or a partial one.
         has_grad: for all of `params`.
+        make_sink: makes the sink.
 
     Attributes:
-        indices: `members` in the order of the outputs.
-        num_grads: how many have a gradient; they are the first ones of `indices`.
-        dtype: the dtype in which gradients are summed: the promotion of the parameters' reduce dtypes.
-        wire_dtype: the dtype in which they are sent.
-        params, sizes, grad_dtypes, grad_specs: in the order of `indices`: packed ones first, so that their outputs are
-            contiguous in the flat output; those without a gradient last.
-        numel, scattered_numel: elements of all outputs, of those with a gradient.
-        packing: of the gradients that are packed.
-        direct: index and elements on this rank of those that are operands themselves.
-        over_replicas: how shards that are cut over the replicate axis too are packed for it.
-        casts_outputs: whether the gradients' dtypes or devices differ from the reduction's.
+        indices: `members` in the order of the flat output: packed ones, direct ones, those without a gradient.
+        num_grads: how many have a gradient.
+        params, sizes: of `indices`; the elements of each in the flat output, padded.
+        dtype: in which gradients are summed.
+        packing: of the packed ones.
+        direct: position and elements on this rank of each direct one.
+        inner: how the flat output is packed for a reduce-scatter over the replicas; None for an all-reduce.
+        collectives: by group, whether it averages, and the name of the unit.
     """
 
     def __init__(
-        self, params: Sequence[ManagedParameter], members: Sequence[int], has_grad: Sequence[bool], channel: Channel
+        self,
+        params: Params,
+        members: Sequence[int],
+        has_grad: Sequence[bool],
+        channel: Channel,
+        make_sink: Callable[[Params], Sink],
     ):
         self.channel = channel
-        every, params = params, [params[index] for index in members]
-        self.dtype: torch.dtype = reduce(torch.promote_types, [param.reduce_dtype for param in params])
-        wanted = params[0].plan.policy.reduce_scatter_dtype
+        self.dtype: torch.dtype = reduce(torch.promote_types, [params[index].reduce_dtype for index in members])
+        wanted = params[members[0]].plan.policy.reduce_scatter_dtype
         is_narrower = wanted is not None and self.dtype.is_floating_point and wanted.itemsize < self.dtype.itemsize
         self.wire_dtype = wanted if wanted is not None and is_narrower else self.dtype
-        itemsize = self.wire_dtype.itemsize
-        lanes = [
-            channel.comm.scatter_lane(param.layout, itemsize) if has_grad[index] else None
-            for index, param in zip(members, params, strict=True)
-        ]
-        order = sorted(range(len(lanes)), key=lambda at: (lanes[at] is not Lane.PACKED, lanes[at] is None))
-        self.indices = [members[at] for at in order]
-        self.params = params = [every[index] for index in self.indices]
-        num_packed, num_scattered = lanes.count(Lane.PACKED), len(lanes) - lanes.count(None)
-        self.num_grads = num_scattered
-        self.sizes = [param.layout.padded_numel for param in params]
-        self.numel = sum(self.sizes)
-        self.scattered_numel = sum(self.sizes[:num_scattered])
-        self.packing = Packing([param.layout for param in params[:num_packed]])
-        rank = channel.roles.shard_rank
-        self.direct = [(index, params[index].layout.local_numel(rank)) for index in range(num_packed, num_scattered)]
-        self.over_replicas = Packing([param.geometry.outer for param in params if param.geometry.outer is not None])
-        self.grad_dtypes = [param.grad_dtype for param in params]
-        self.grad_specs = [
-            param.plan.specs.sharded(dtype) for param, dtype in zip(params, self.grad_dtypes, strict=True)
-        ]
-        moves = params[0].plan.grad_home != channel.roles.device
-        self.casts_outputs = moves or set(self.grad_dtypes) != {self.dtype}
-        self._collectives: dict[tuple[str, dist.ProcessGroup, bool, str], Collective] = {}
+        itemsize, comm = self.wire_dtype.itemsize, channel.comm
+        lanes = {index: comm.scatter_lane(params[index].layout, itemsize) for index in members if has_grad[index]}
+        packed = [index for index, lane in lanes.items() if lane is Lane.PACKED]
+        direct = [index for index, lane in lanes.items() if lane is not Lane.PACKED]
+        self.indices = [*packed, *direct, *(index for index in members if index not in lanes)]
+        self.num_grads = len(lanes)
+        self.params = [params[index] for index in self.indices]
+        self.sizes = [param.layout.padded_numel for param in self.params]
+        self.packing = Packing([params[index].layout for index in packed])
+        sizes = [params[index].layout.local_numel(channel.roles.shard_rank) for index in direct]
+        self.direct = list(enumerate(sizes, len(packed)))
+        inner = [param.geometry.outer for param in self.params if param.geometry.outer is not None]
+        self.inner = Packing(inner) if inner else None
+        self.sink = make_sink(self.params)
+        self.collectives: dict[tuple[dist.ProcessGroup, bool, str], Collective] = {}
 
-    def collective(self, kind: str, group: dist.ProcessGroup, average: bool) -> Collective:
-        """The reduction of this kind over `group`, planned at the first call, and when the unit has another name."""
-        key = kind, group, average, self.channel.fqn
-        found = self._collectives.get(key)
-        if found is None:
-            found = self._collectives[key] = self._plan(kind, group, average)
-        return found
+    def planned(self, group: dist.ProcessGroup, average: bool, fqn: str) -> Collective:
+        """That of [2] or, over the replicas, of [4], from now on in `collectives`."""
+        return self.collectives.setdefault((group, average, fqn), self._planned(group, average))
 
-    def _plan(self, kind: str, group: dist.ProcessGroup, average: bool) -> Collective:
-        channel, is_outer = self.channel, group is self.channel.roles.replicate_group
-        comm = channel.base if is_outer else channel.comm
-        numel, dtype = (self.numel, self.dtype) if is_outer else (self.scattered_numel, self.wire_dtype)
-        packing = self.over_replicas if is_outer else self.packing
-        if kind == "reduce_scatter" and is_outer:
+    def _planned(self, group: dist.ProcessGroup, average: bool) -> Collective:
+        channel, numel = self.channel, sum(self.sizes)
+        if group is channel.roles.replicate_group:
+            comm, packing, dtype, bounds = channel.base, self.inner, self.dtype, []
+            if packing is None:
+                what = channel.what("all_reduce", group, numel, numel * dtype.itemsize, dtype)
+                return Reported(comm.plan_all_reduce(what, average), what)
             numel = packing.segment
-        what = channel.what(kind, group, numel, numel * dtype.itemsize, dtype)
-        if kind == "all_reduce":
-            return Reported(comm.plan_all_reduce(what, average), what)
-        bounds = [] if is_outer else [self.params[index].layout.flat_bounds for index, _ in self.direct]
+        else:
+            comm, packing, dtype = channel.comm, self.packing, self.wire_dtype
+            bounds = [self.params[index].layout.flat_bounds for index, _ in self.direct]
+            numel = sum(self.sizes[: self.num_grads])
+        what = channel.what("reduce_scatter", group, numel, numel * dtype.itemsize, dtype)
         if packing.segment:
             bounds.append(range(0, group.size() * packing.segment + 1, packing.segment))
         return Reported(comm.plan_reduce_scatter(bounds, what, self.dtype, average), what)
@@ -131,45 +145,42 @@ class Reduction:
 
     Args:
         grads: of the parameters of `plan` that have one, in its order; whole, dims in memory order.
-        partials: with a replicate axis, for each parameter of `plan` what earlier backwards left for this all-reduce.
+        partials: with a replicate axis, what earlier backwards left for this all-reduce; or what this one adds to.
 
     Gradients are only read: the tensor in `.grad` may share its memory with a gradient that autograd still uses.
-    Gradients and partials were allocated on streams other than those that read them here. This object keeps them, and
-    its own buffers, alive until `finish`, when the compute stream has waited for the reduction.
+
+    Attributes:
+        leaves_partials: its results will wait for a later all-reduce.
     """
 
     def __init__(
         self,
         grads: list[torch.Tensor],
-        partials: Sequence[Partial | None],
+        partials: Partials,
         plan: ReductionPlan,
         settings: UnitSettings,
         streams: Streams,
     ):
-        self.params: Sequence[ManagedParameter] = plan.params
+        self.params: Params = plan.params
         self.fqn = plan.channel.fqn
-        self.roles = plan.channel.roles
+        self.leaves_partials = plan.channel.roles.replicate_group is not None and not settings.requires_all_reduce
         self._plan = plan
         self._settings = settings
         self._streams = streams
-        self._partials = partials
-        self._grads = grads
-        self._flat = _NOTHING
-        self._sizes = plan.sizes
-        self._apart: list[torch.Tensor] | None = None
-        self._kept: list[torch.Tensor] = []
-        self._is_abandoned = False
-        self._run = self._steps()
+        self._waits: _Waits | None = None
+        self._run = self._steps(grads, partials)
 
     def advance(self) -> bool:
         """Take one step. Returns whether steps are left."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.advance()
-        if next(self._run, True) is None:
-            return True
-        self._partials, self._kept, self._apart, self._flat = (), [], None, _NOTHING
-        return False
+        waits, self._waits = self._waits, None
+        if waits is not None:
+            waits[0].wait(waits[1])
+            del waits  # which may hold memory
+        self._waits = next(self._run, None)
+        return self._waits is not None
 
     def finish(self) -> None:
         """Take all steps that are left."""
@@ -177,221 +188,157 @@ class Reduction:
             pass
 
     def abandon(self) -> None:
-        """Take all steps that are left, but change no gradient. A failure of communication was already reported."""
-        self._is_abandoned = True
+        """Wait for what is in flight, and change no gradient. A failure of communication was already reported."""
+        waits, self._waits = self._waits, None
         with suppress(CollectiveError):
-            self.finish()
+            if waits is not None:
+                waits[0].wait(waits[1])
+        self._run.close()
 
-    @property
-    def leaves_partials(self) -> bool:
-        """Whether its results will wait for a later all-reduce."""
-        return self.roles.replicate_group is not None and not self._settings.requires_all_reduce
-
-    def _steps(self) -> Iterator[None]:
-        settings, streams = self._settings, self._streams
-        roles, dtype = self.roles, self._plan.dtype
-        factor, force = settings.gradient_divide_factor, settings.force_sum
-        scaling = scaling_for(dtype, roles.shard_size, roles.replicate_size, factor, force)
-        born = streams.record()
+    def _steps(self, grads: list[torch.Tensor], partials: Partials) -> Generator[_Waits]:
+        """Yields what has to be waited for before the next step. The variables keep all tensors alive until then."""
+        plan, streams, settings, roles = self._plan, self._streams, self._settings, self._plan.channel.roles
+        factor, is_lazy = settings.gradient_divide_factor, streams.lazy
+        scaling = scaling_for(plan.dtype, roles.shard_size, roles.replicate_size, factor, settings.force_sum)
+        ready = streams.record()
         with streams.reducing():
-            # Gradients are allocated on the compute stream and read here; this object keeps them until [6]. Outputs are
-            # allocated here and become the sharded gradients; the next reduction starts after the compute stream's use
-            # of them.
-            if born is not None:
-                streams.wait(born)
-            grads = self._take_grads(dtype)
+            # Gradients are allocated on the compute stream and read here. Outputs are allocated here and become the
+            # sharded gradients; the next reduction starts after the compute stream's use of them. `kept` holds what
+            # is sent, and what other streams read, until the compute stream has waited.
+            if ready is not None:
+                streams.wait(ready)
+            kept = [] if is_lazy else [*grads]
+            if set(map(_dtype_of, grads)) != {plan.dtype} or not all(map(torch.Tensor.is_contiguous, grads)):
+                grads = [grad.to(plan.dtype).contiguous() for grad in grads]
             if scaling.pre != 1:
                 grads = foreach_divided(grads, scaling.pre)
-            if not streams.lazy or self._plan.wire_dtype == dtype:
-                self._keep(grads)
             with profiler_range("FSDP::reduce_scatter", self.fqn) if profiler_is_on() else NOTHING:
-                pending = self._scatter(grads, scaling.scatter_averages)  # [1] [2]
+                flat, waits = self._scatter(grads, scaling.scatter_averages, kept)  # [1] [2]
             del grads
-            if pending is not None:
-                if streams.lazy:
-                    yield
-                pending()
-                pending = None  # which may hold memory
+            if waits is not None and is_lazy:
+                yield waits
+            elif waits is not None:
+                waits[0].wait(waits[1])
+            waits = None
+            if roles.replicate_group is None:
+                flat = self._scaled(flat, scaling.post, kept)  # [5]
             done = streams.record()
-        if self._is_abandoned:
-            return  # other replicas may have failed before they came to this one
+        if self.leaves_partials:
+            if not is_lazy:  # otherwise compute would wait for each reduce-scatter as soon as it is issued
+                yield streams, done
+            self._keep(flat, partials, scaling.after_scatter(roles.replicate_size))  # [3]
+            return
         if roles.replicate_group is not None:
-            if self.leaves_partials:  # [3]
-                if not streams.lazy:
-                    yield  # otherwise compute would wait for each reduce-scatter as soon as it is issued
-                streams.wait(done)
-                self._keep_partial(scaling.after_scatter(roles.replicate_size))
-                return
             with streams.all_reducing():
                 streams.wait(done)
-                with profiler_range("FSDP::all_reduce", self.fqn):
-                    pending = self._over_replicas(scaling)  # [4]
-                if streams.lazy:
-                    yield
-                if pending is not None:
-                    pending()
-                self._scale(scaling.post)  # [5]
+                with profiler_range("FSDP::all_reduce", self.fqn) if profiler_is_on() else NOTHING:
+                    flat, waits = self._over_replicas(flat, partials, scaling, kept)  # [4]
+                if waits is not None and is_lazy:
+                    yield waits
+                elif waits is not None:
+                    waits[0].wait(waits[1])
+                waits = None
+                flat = self._scaled(flat, scaling.post, kept)  # [5]
                 done = streams.record()
-        else:
-            with streams.reducing():
-                self._scale(scaling.post)
-                done = streams.record()
-        if not streams.lazy:
-            yield
-        if done is not None and self._plan.params[0].plan.grad_home != roles.device:
-            done.synchronize()  # the optimizer reads host memory, to which no stream order applies
-        streams.wait(done)
-        self._partials, self._kept = (), []  # every stream has finished with them, and [6] may step an optimizer
+        if not is_lazy:
+            yield streams, done
+        if done is not None and plan.sink.is_on_host:
+            done.synchronize()  # the optimizer reads host memory
+        del partials
+        kept.clear()  # every stream has finished with them, and [6] may step an optimizer
         with profiler_range("FSDP::hand_over", self.fqn) if profiler_is_on() else NOTHING:
-            self._hand_over()  # [6]
+            params = plan.sink.deliver(map(torch.Tensor.as_strided, repeat(flat), *plan.sink.views))  # [6]
+            if settings.when_reduced or any(map(hooks_of, map(_sharded_of, params))):
+                _tell(params, settings.when_reduced)
 
-    def _take_grads(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The existing gradients, contiguous and in `dtype`."""
-        found, self._grads = self._grads, []
-        is_ready = set(map(_dtype_of, found)) <= {dtype} and all(map(torch.Tensor.is_contiguous, found))
-        grads = found if is_ready else [grad.to(dtype).contiguous() for grad in found]
-        if not self._streams.lazy:
-            self._kept += found
-        return grads
-
-    def _keep(self, grads: Sequence[torch.Tensor]) -> None:
-        """Keep tensors alive until the end: on an accelerator all gradients, because other streams read them; on the
-        CPU those that are sent without packing."""
-        self._kept += grads[self._plan.packing.num_tensors :] if self._streams.lazy else grads
-
-    def _scatter(self, grads: Sequence[torch.Tensor], average: bool) -> Callable[[], None] | None:
-        """Create the flat output and start the reduce-scatter of `grads` into it. Returns what waits for it."""
-        plan, roles = self._plan, self.roles
-        self._flat = flat = torch.empty(plan.numel, dtype=plan.dtype, device=roles.device)
-        numel, wire = plan.scattered_numel, plan.wire_dtype
-        if numel != plan.numel:
+    def _scatter(
+        self, grads: Sequence[torch.Tensor], average: bool, kept: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, _Waits | None]:
+        """Start the reduce-scatter of `grads` into the flat output. Returns that, and what waits for it."""
+        plan, num_grads = self._plan, len(grads)
+        flat = torch.empty(sum(plan.sizes), dtype=plan.dtype, device=plan.channel.roles.device)
+        numel = sum(plan.sizes[:num_grads])
+        if num_grads < len(plan.sizes):
             flat[numel:].zero_()
-        if roles.shard_size == 1:
-            foreach_copy(self._outputs()[: len(grads)], [grad.view(-1) for grad in grads])
-            return None
+        if plan.channel.roles.shard_size == 1:
+            foreach_copy(flat.split(plan.sizes)[:num_grads], [grad.view(-1) for grad in grads])
+            return flat, None
         if not numel:
-            return None
-        if wire != plan.dtype:
-            grads = [grad.to(wire) for grad in grads]
-            self._keep(grads)
+            return flat, None
+        if plan.wire_dtype != plan.dtype:
+            grads = [grad.to(plan.wire_dtype) for grad in grads]
         sources, outputs = [], []
-        pieces = self._outputs() if plan.direct else []
+        pieces = flat.split(plan.sizes) if plan.direct else ()
         for index, local_numel in plan.direct:
-            output = pieces[index]
-            if local_numel != output.numel():
-                output[local_numel:].zero_()  # the all-reduce and its hook read the padding
+            if local_numel != plan.sizes[index]:
+                pieces[index][local_numel:].zero_()  # the all-reduce and its hook read the padding
             sources.append(grads[index].view(-1))
-            outputs.append(output[:local_numel])
+            outputs.append(pieces[index][:local_numel])
         if plan.packing.segment:
-            sources.append(self._packed(plan.packing, grads[: plan.packing.num_tensors]))
+            sources.append(plan.packing.pack(grads[: plan.packing.num_tensors]).view(-1))
             outputs.append(flat[: plan.packing.segment])
-        group = plan.channel.scatter_group
-        assert group is not None
-        collective = plan.collective("reduce_scatter", group, average)
-        return partial(collective.wait, collective.start(sources, outputs))
+        kept += sources if self._streams.lazy else [*grads, *sources]
+        assert plan.channel.scatter_group is not None
+        key = plan.channel.scatter_group, average, self.fqn
+        collective = plan.collectives.get(key) or plan.planned(*key)
+        return flat, (collective, collective.start(sources, outputs))
 
-    def _outputs(self) -> list[torch.Tensor]:
-        """The pieces of the flat output, one for each contribution; 1-D, padded."""
-        return list(self._flat.split(self._sizes))
+    def _keep(self, flat: torch.Tensor, partials: Partials, divisor: float) -> None:
+        """Add the flat output to the partial gradients, which still have to be divided by `divisor`."""
+        for param, output in zip(self._plan.params, flat.split(self._plan.sizes), strict=True):
+            earlier = partials.get(param)
+            partials[param] = Partial(output if earlier is None else earlier.over(divisor).add_(output), divisor)
 
-    def _packed(self, packing: Packing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One buffer of several tensors, of which each rank gets its segment."""
-        buffer = packing.pack(tensors)
-        self._kept.append(buffer)
-        return buffer.view(-1)
+    def _over_replicas(
+        self, flat: torch.Tensor, partials: Partials, scaling: Scaling, kept: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, _Waits | None]:
+        """Start the sum of the flat output, with the partial gradients, over the replicas; returns as `_scatter`."""
+        plan, inner = self._plan, self._plan.inner
+        outputs = flat.split(plan.sizes)
+        divisor = scaling.after_scatter(plan.channel.roles.replicate_size)
+        for param, output in zip(plan.params, outputs, strict=True) if partials else ():
+            if (earlier := partials.get(param)) is not None:
+                output.add_(earlier.over(divisor))
+        key = plan.channel.roles.replicate.group, scaling.all_reduce_averages, self.fqn
+        collective = plan.collectives.get(key) or plan.planned(*key)
+        if inner is None:
+            return flat, (collective, collective.start([flat], [flat]))
+        # Each replica gets its piece of this rank's shard. The buffers were allocated on the reduce-scatter stream or
+        # here, and are read here.
+        pairs = zip(inner.layouts, outputs, strict=True)
+        kept += [flat, inner.pack([output[: layout.numel].view(layout.shape) for layout, output in pairs])]
+        piece = torch.empty(inner.segment, dtype=plan.dtype, device=flat.device)
+        if not inner.segment:
+            return piece, None
+        return piece, (collective, collective.start([kept[-1].view(-1)], [piece]))
 
-    def _keep_partial(self, divisor: float) -> None:
-        """Add the outputs to the partials, which still have to be divided by `divisor`."""
-        if self._is_abandoned:
-            return
-        for param, output in zip(self._plan.params, self._outputs(), strict=True):
-            total = output if param.partial is None else param.partial.over(divisor).add_(output)
-            param.partial = Partial(total, divisor)
-
-    def _over_replicas(self, scaling: Scaling) -> Callable[[], None] | None:
-        """Issue the sum of the flat output, including the partials of earlier backwards, over the replicas."""
-        average = scaling.all_reduce_averages
-        if any(each is not None for each in self._partials):
-            divisor = scaling.after_scatter(self.roles.replicate_size)
-            for earlier, output in zip(self._partials, self._outputs(), strict=True):
-                if earlier is not None:
-                    output.add_(earlier.over(divisor))
-        if self.roles.sharded_replicas:
-            return self._scatter_replicas(average)
-        collective = self._plan.collective("all_reduce", self.roles.replicate.group, average)
-        return partial(collective.wait, collective.start([self._flat], [self._flat]))
-
-    def _scatter_replicas(self, average: bool) -> Callable[[], None] | None:
-        """Reduce-scatter over the replicas: each gets its piece of this rank's shard."""
-        packing = self._plan.over_replicas
-        pairs = zip(packing.layouts, self._outputs(), strict=True)
-        inner = [output[: layout.numel].view(layout.shape) for layout, output in pairs]
-        # The inner output was allocated on the reduce-scatter stream and is read here, on the all-reduce stream.
-        self._kept.append(self._flat)
-        self._sizes = [layout.padded_numel for layout in packing.layouts]
-        self._flat = flat = torch.empty(packing.segment, dtype=self._plan.dtype, device=inner[0].device)
-        if not packing.segment:
-            return None
-        collective = self._plan.collective("reduce_scatter", self.roles.replicate.group, average)
-        return partial(collective.wait, collective.start([self._packed(packing, inner)], [flat]))
-
-    def _scale(self, post: float) -> None:
-        """Apply the remaining division, run the user's hook, cast to the parameters' dtype."""
+    def _scaled(self, flat: torch.Tensor, post: float, kept: list[torch.Tensor]) -> torch.Tensor:
+        """Apply the remaining division and run the user's hook. Returns what the sink makes of the flat output."""
         if post != 1:
-            self._flat.div_(post)
-        self._run_hook(self._flat)
-        dtypes = self._plan.grad_dtypes
-        if not self._plan.casts_outputs:
-            return
-        self._kept.append(self._flat)  # allocated on the reduce-scatter stream, read on the all-reduce stream
-        if len(set(dtypes)) == 1:
-            self._flat = self._at_home(self._flat.to(dtypes[0]))
-        else:
-            outputs = zip(dtypes, self._outputs(), strict=True)
-            self._apart = [self._at_home(output.to(dtype)) for dtype, output in outputs]
+            flat.div_(post)
+        if self._settings.all_reduce_hook is not None:
+            self._run_hook(flat, *self._settings.all_reduce_hook)
+        kept.append(flat)  # allocated on the reduce-scatter stream, may be read on the all-reduce stream
+        return self._plan.sink.receive(flat)
 
-    def _run_hook(self, flat: torch.Tensor) -> None:
-        if self._settings.all_reduce_hook is None:
-            return
-        hook, stream = self._settings.all_reduce_hook
-        if stream is None or self._streams.lazy:
-            hook(flat, self.roles.mesh)
+    def _run_hook(self, flat: torch.Tensor, hook: Callable[..., None], stream: torch.Stream | None) -> None:
+        mesh, streams = self._plan.channel.roles.mesh, self._streams
+        if stream is None or streams.lazy:
+            hook(flat, mesh)
             return
         # The current stream owns `flat` and waits until the hook's stream has finished with it.
-        ready = self._streams.record()
+        ready = streams.record()
         with stream:
-            self._streams.wait(ready)
-            hook(flat, self.roles.mesh)
-            done = self._streams.record()
-        self._streams.wait(done)
+            streams.wait(ready)
+            hook(flat, mesh)
+            done = streams.record()
+        streams.wait(done)
 
-    def _at_home(self, grad: torch.Tensor) -> torch.Tensor:
-        """A reduced gradient where it lives; with offload, the copy is complete at `_hand_over`."""
-        plan = self._plan.params[0].plan
-        if grad.device == plan.grad_home:
-            return grad
-        self._kept.append(grad)
-        pinned = plan.offload.pins
-        return torch.empty_like(grad, device=plan.grad_home, pin_memory=pinned).copy_(grad, non_blocking=True)
 
-    def _reduced(self) -> tuple[Sequence[torch.Tensor], Iterable[int]]:
-        """For each contribution, the 1-D tensor that holds its result, and the index of its first element there."""
-        if self._apart is not None:
-            # Views, if nothing was cast.
-            return self._apart, [int(output.storage_offset()) for output in self._apart]
-        return [self._flat] * len(self._sizes), accumulate(self._sizes[:-1], initial=0)
-
-    def _hand_over(self) -> None:
-        """Set or add to `sharded.grad`, and run the hooks of the parameters whose gradient is complete."""
-        if self._is_abandoned:
-            return
-        plan, local = self._plan, zip(self._plan.params, *self._reduced(), strict=True)
-        grads = [output.as_strided(*param.geometry.view, offset) for param, output, offset in local]
-        complete = plan.params[0].deliver(plan.params, grads, plan.grad_specs)
-        sharded = [param.sharded for param in complete]
-        if any(map(hooks_of, sharded)):
-            calls = [(hook, each) for each in sharded for hook in post_accumulate_grad_hooks(each)]
-            for hook, each in calls:
-                hook(each)
-        for call in self._settings.when_reduced if complete else ():
-            call(complete)
+def _tell(params: Params, then: Sequence[Callable[[Params], None]]) -> None:
+    """The gradients of `params` are complete: run the user's post-accumulate hooks, and call all of `then`."""
+    calls = [(hook, param.sharded) for param in params for hook in post_accumulate_grad_hooks(param.sharded)]
+    for hook, sharded in calls:
+        hook(sharded)
+    for call in then if params else ():
+        call(params)

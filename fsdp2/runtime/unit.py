@@ -532,8 +532,7 @@ class Unit:
                 self.reshard(within_step=not settings.ends_step)
         if settings.requires_gradient_sync and not settings.reduce_unused and self.reduces_late is None:
             for group in reversed(self.groups):
-                if not group.gradients.waits_for_another_use:
-                    self._reduce(group, settings)
+                self._reduce(group, settings)
 
     def finish_backward(self) -> None:
         """The backward pass is over: reduce and reshard what is left. If another backward of the step follows,
@@ -570,7 +569,7 @@ class Unit:
     def check_no_partials(self) -> None:
         """Before gradients are finalised by hand: raise if some wait for an all-reduce, or would wait afterwards."""
         for group in self.groups:
-            partial_fqns = [param.fqn for param in group.params if param.partial is not None]
+            partial_fqns = [param.fqn for param in group.gradients.partials]
             off = group.roles.replicate_group is not None and not self.settings.requires_all_reduce
             if partial_fqns or off:
                 raise OrderError(

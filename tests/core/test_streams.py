@@ -101,22 +101,21 @@ def test_the_first_output_lives_until_compute_has_waited(rank: int, world_size: 
     first's."""
     outputs: dict[int, StorageWeakRef] = {}
     seen: list[bool] = []
-    scatter, scale = Reduction._scatter_replicas, Reduction._scale
+    scatter, scaled = Reduction._over_replicas, Reduction._scaled
 
-    def watched_scatter(self: Reduction, average: bool) -> Any:
-        assert self._flat is not None
-        outputs[id(self)] = StorageWeakRef(self._flat.untyped_storage())
-        return scatter(self, average)
+    def watched_scatter(self: Reduction, flat: torch.Tensor, *arguments: Any) -> Any:
+        outputs[id(self)] = StorageWeakRef(flat.untyped_storage())
+        return scatter(self, flat, *arguments)
 
-    def watched_scale(self: Reduction, post: float) -> None:
+    def watched_scaled(self: Reduction, *arguments: Any) -> torch.Tensor:
         seen.append(outputs[id(self)].expired())
-        scale(self, post)
+        return scaled(self, *arguments)
 
     model = sharded_layers(zero=ZeroPolicy(shard_size=2, shard_replicas=True))
     model.set_reduce_scatter_max_input_buffers(2)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Reduction, "_scatter_replicas", watched_scatter)
-        monkeypatch.setattr(Reduction, "_scale", watched_scale)
+        monkeypatch.setattr(Reduction, "_over_replicas", watched_scatter)
+        monkeypatch.setattr(Reduction, "_scaled", watched_scaled)
         backward_of(model)
     assert seen
     assert not any(seen)

@@ -69,7 +69,7 @@ MISSED_BEFORE = (
     ),
     Mutant(
         "last-factor-counts",
-        "runtime.parameter",
+        "runtime.reduction",
         (
             (
                 "return self.flat if divisor == self.divisor else self.flat * (divisor / self.divisor)",
@@ -97,7 +97,7 @@ MISSED_BEFORE = (
         "runtime.gradients",
         (
             ("        self.keep_hooks_last()\n", ""),
-            ("return post_accumulate_grad_hooks(self.unsharded[index])[-1] is hook", "return True"),
+            (" and next(reversed((hooks_of(unsharded) or {}).values())) is hook", ""),
         ),
     ),
     Mutant(

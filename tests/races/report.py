@@ -124,7 +124,9 @@ def owner_of(start: int, end: int) -> str:
         elif type(each) is Reduction:
             reductions.append(each)
     for each in reductions:
-        if any(overlaps(tensor, start, end) for tensor in [each._flat, *each._kept, *each._grads]):
+        held = {} if each._run.gi_frame is None else each._run.gi_frame.f_locals
+        tensors = [held.get("flat"), *held.get("kept", ()), *held.get("grads", ())]
+        if any(overlaps(tensor, start, end) for tensor in tensors):
             return f"the reduction of unit '{each.fqn}'"
     return "other memory"
 

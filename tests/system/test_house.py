@@ -88,7 +88,7 @@ LAYERS: list[tuple[str, ...]] = [
     ),
     ("runtime.source",),
     ("runtime.extended", "runtime.host_copy", "runtime.reduction"),
-    ("runtime.gather",),
+    ("runtime.gather", "runtime.sink"),
     ("runtime.memory",),
     ("runtime.channel",),
     ("runtime.parameter",),
