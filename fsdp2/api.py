@@ -36,10 +36,11 @@ from fsdp2.policies import (
     UnitSettings,
 )
 from fsdp2.runtime import hooks
-from fsdp2.runtime.attach import attach, guard_state_dict, owner_of, owners_of
+from fsdp2.runtime.forward import attach
 from fsdp2.runtime.param_group import Keep
 from fsdp2.runtime.parameter import ManagedParameter, Plan, managed_by
 from fsdp2.runtime.slot import Slot
+from fsdp2.runtime.state_dict import guard_state_dict, owner_of, owners_of
 from fsdp2.runtime.unit import Unit, has_forward, unit_of
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)

@@ -18,12 +18,11 @@ from torch import nn
 from fsdp2._torch import parameter_slots
 from fsdp2.errors import ArgumentError, MisuseError, OrderError
 from fsdp2.runtime import hooks
-from fsdp2.runtime.attach import post_forward, pre_forward
-from fsdp2.runtime.calls import note_entry
-from fsdp2.runtime.context import Context
+from fsdp2.runtime.forward import entries, post_forward, pre_forward
 from fsdp2.runtime.in_flight import InFlight, Ticket
 from fsdp2.runtime.param_group import Phase
 from fsdp2.runtime.root import units_below
+from fsdp2.runtime.step import Step
 from fsdp2.runtime.unit import Unit, unit_for
 from fsdp2.settings import Settings, boolean, unit_in
 
@@ -83,8 +82,8 @@ class UnshardHandle:
 class GradientReductionHandle:
     """Reductions in flight, from ``module.finalize_backward(async_op=True)``."""
 
-    def __init__(self, context: Context | None, ticket: Ticket | None):
-        self._context = context
+    def __init__(self, step: Step | None, ticket: Ticket | None):
+        self._step = step
         self._ticket = ticket  # None: there was nothing to reduce
 
     def wait(self) -> None:
@@ -93,8 +92,8 @@ class GradientReductionHandle:
         Raises:
             OrderError: `reset_iter_state` was called since.
         """
-        if self._context is not None and self._ticket is not None:
-            self._context.finish_ticket(self._ticket)
+        if self._step is not None and self._ticket is not None:
+            self._step.finish_ticket(self._ticket)
 
 
 class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every method is overridden, with our own types
@@ -147,9 +146,9 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             handle.wait()
         """
         unit = unit_for(self)
-        context = unit.ready_context()
-        if not context.schedule.in_root_forward:
-            context.follow_compute()
+        step = unit.ready_step()
+        if step.order is None:
+            step.follow_compute()
         unit.unshard()
         if async_op:
             return UnshardHandle(unit)
@@ -168,8 +167,8 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         afterwards = [hook(self, fn, recurse) for hook in hooks.before_apply]
         module = super(_TorchFSDPModule, self)._apply(fn, recurse)
         unit.move_groups()
-        if unit.context is not None:
-            unit.context.follow_compute()  # a backward may gather the shards next
+        if unit.step is not None:
+            unit.step.follow_compute()  # a backward may gather the shards next
         for each in afterwards:
             each()
         for param, grad_dtype in explicit:
@@ -204,12 +203,12 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
                 ``finalize_backward(async_op=True)`` has not been waited for.
         """
         unit = unit_for(self)
-        context = unit.context
-        if context is None:
+        step = unit.step
+        if step is None:
             return
-        if context.root() is not unit:
+        if step.root() is not unit:
             raise OrderError(f"reset_iter_state: '{unit.fqn}' is not the root; call it on the outermost sharded module")
-        context.reset()
+        step.reset()
 
     # --- gradients finished by hand ----------------------------------------------------------------------------------
 
@@ -221,8 +220,8 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         Raises:
             OrderError: this module is not the root.
         """
-        unit, context = unit_for(self), unit_for(self).context
-        if context is not None and not context.is_provisional and context.root() is not unit:
+        unit, step = unit_for(self), unit_for(self).step
+        if step is not None and not step.is_provisional and step.root() is not unit:
             raise OrderError(f"set_manual_backward_finalization: '{unit.fqn}' is not the root; call it on that")
         unit.settings = replace(unit.settings, manual_finalization=boolean("enable", enable))
 
@@ -248,15 +247,15 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             model.set_requires_gradient_sync(True)
             model.finalize_backward()
         """
-        unit, context = unit_for(self), unit_for(self).context
-        if context is None:
+        unit, step = unit_for(self), unit_for(self).step
+        if step is None:
             if not unit.settings.manual_finalization:
                 raise OrderError("finalize_backward: call set_manual_backward_finalization(True) before the backward")
             return GradientReductionHandle(None, None) if async_op else None
-        if context.root() is not unit:
+        if step.root() is not unit:
             raise OrderError(f"finalize_backward: '{unit.fqn}' is not the root; call it on that")
-        ticket = context.finalize(async_op)
-        return GradientReductionHandle(context, ticket) if async_op else None
+        ticket = step.finalize(async_op)
+        return GradientReductionHandle(step, ticket) if async_op else None
 
     # --- ours --------------------------------------------------------------------------------------------------------
 
@@ -300,15 +299,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ArgumentError(f"register_fsdp_forward_method: {type(module)} has no method '{method_name}'")
     function = getattr(method, "__func__", None)
 
-    @wraps(method)
-    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = pre_forward(self, args, kwargs)
-        # Prefer the class's function to the bound method, because a copy of the module must not run the original's.
-        output = method(*args, **kwargs) if function is None else function(self, *args, **kwargs)
+    def entry(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            args, kwargs = pre_forward(self, args, kwargs)
+            # Prefer the class's function to the bound method, because a copy of the module must not run the original's.
+            output = method(*args, **kwargs) if function is None else function(self, *args, **kwargs)
+        except BaseException:
+            post_forward(self, args, None)  # while the exception is handled: the forward raised
+            raise
         return post_forward(self, args, output)
 
-    note_entry(wrapped)
-    setattr(module, method_name, MethodType(wrapped, module))
+    entries.add(entry.__code__)
+    setattr(module, method_name, MethodType(wraps(method)(entry), module))
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
@@ -322,7 +324,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     units = [unit_in("share_comm_ctx", module) for module in modules]
     shared = InFlight()
     for unit in units:
-        unit.in_flight = shared
-        if unit.context is not None and unit.context.root() is unit:
-            unit.context.in_flight.finish_all()
-            unit.context.in_flight = shared
+        unit.reductions = shared
+        if unit.step is not None and unit.step.root() is unit:
+            unit.step.reductions.finish_all()
+            unit.step.reductions = shared

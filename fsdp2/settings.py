@@ -39,7 +39,7 @@ class Settings:
         waits for all reductions. Parameters that were prefetched but not used stay for the next backward.
         """
         unit = unit_for(self)
-        root = unit if unit.context is None else unit.context.root()
+        root = unit if unit.step is None else unit.step.root()
         assert root is not None
         root.settings = replace(root.settings, is_last_backward=boolean("is_last_backward", is_last_backward))
 
@@ -224,7 +224,7 @@ class Settings:
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next root forward's all-gathers wait for `event` instead of all work issued to the current stream so
         far. Record it right after the optimizer step."""
-        unit_for(self).ready_context().post_optim_event = event
+        unit_for(self).ready_step().post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Exists for compatibility; all-gathers are always asynchronous here."""

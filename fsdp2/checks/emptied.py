@@ -20,8 +20,8 @@ from fsdp2._torch import local_tensor, outside_transforms
 from fsdp2._torch.checks import makes_empty, non_persistent_buffers
 from fsdp2.errors import OrderError
 from fsdp2.layout import dense_strides
-from fsdp2.runtime.context import Context
 from fsdp2.runtime.extension import is_wrapper
+from fsdp2.runtime.step import Step
 from fsdp2.runtime.unit import Unit, unit_of
 
 MARK = (0x1F, 0xD3, 0xE5, 0x7F, 0xB6, 0x4C, 0xF9, 0x7F)  # NaN in every floating dtype of 2, 4 or 8 bytes
@@ -100,10 +100,10 @@ def _tensors(module: nn.Module, recurse: bool) -> Iterator[tuple[tuple[nn.Module
 # --- the first forward -----------------------------------------------------------------------------------------------
 
 
-def watch_root(context: Context) -> None:
+def watch_root(step: Step) -> None:
     """Check the root's first forward, and the first one after each `to_empty` of any model."""
     num_seen = 0
-    root: ref[Unit] = ref(context.units[0])
+    root: ref[Unit] = ref(step.units[0])
 
     def check(*_: Any) -> None:
         nonlocal num_seen
@@ -113,7 +113,7 @@ def watch_root(context: Context) -> None:
                 check_filled(unit)
             num_seen = _num_emptied
 
-    context.hooks.before_forward.append(check)
+    step.hooks.before_forward.append(check)
 
 
 def check_filled(unit: Unit) -> None:

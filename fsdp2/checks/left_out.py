@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2._torch import composable_apis
-from fsdp2.runtime.context import Context
 from fsdp2.runtime.parameter import managed_by
+from fsdp2.runtime.step import Step
 
 _CALL: Any = nn.Module.__call__
 
@@ -55,10 +55,10 @@ def outermost_model(module: nn.Module) -> nn.Module:
     return found
 
 
-def watch_root(context: Context) -> None:
+def watch_root(step: Step) -> None:
     """Warn about parameters of the model around a root that got a gradient in its first backward."""
-    model = ref(outermost_model(context.units[0].modules[0]))
-    context.hooks.after_backward.append(lambda: _after_backward(model()))
+    model = ref(outermost_model(step.units[0].modules[0]))
+    step.hooks.after_backward.append(lambda: _after_backward(model()))
 
 
 def _after_backward(model: nn.Module | None) -> None:

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from fsdp2._torch import is_fake, local_tensor
 from fsdp2.errors import ArgumentError
 from fsdp2.mesh import MeshRoles
-from fsdp2.runtime.context import Context
 from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.step import Step
 from fsdp2.watch.exchange import Exchange, at_once
 from fsdp2.watch.trail import trail_of
 from fsdp2.watch.watchdog import watchdog
@@ -78,9 +78,9 @@ class _Replicated:
         return [*lines, "..."] if len(differing) > 5 else lines
 
 
-def check_root(context: Context) -> None:
+def check_root(step: Step) -> None:
     """Compare what the ranks of a new root start from. Raises and warns as the two functions below."""
-    groups = [group for unit in context.units for group in unit.groups]
+    groups = [group for unit in step.units for group in unit.groups]
     check_replicas(groups)
     warn_of_different_models(groups)
 

@@ -16,26 +16,26 @@ from torch import nn
 from fsdp2._torch import backward_is_running
 from fsdp2.checks.step_hook import when_gradients_are_final
 from fsdp2.errors import OrderError
-from fsdp2.runtime.context import Context
+from fsdp2.runtime.step import Finalization, Step
 from fsdp2.runtime.unit import Unit
 
 _waiting: "WeakSet[Unreduced]" = WeakSet()
 
 
-def watch_root(context: Context) -> None:
+def watch_root(step: Step) -> None:
     """Watch the gradients of a new root."""
-    unreduced = Unreduced(context)
-    context.hooks.after_forward.append(unreduced.after_forward)
-    context.hooks.after_forward_alone.append(unreduced.after_forward)
-    context.hooks.before_last_reductions.append(unreduced.after_backward)
-    context.hooks.on_reset.append(unreduced.reset)
+    unreduced = Unreduced(step)
+    step.hooks.after_forward.append(unreduced.after_forward)
+    step.hooks.after_forward_alone.append(unreduced.after_forward)
+    step.hooks.before_last_reductions.append(unreduced.after_backward)
+    step.hooks.on_reset.append(unreduced.reset)
 
 
 class Unreduced:
     """The unreduced gradients of one root, whose hooks keep it alive."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = ref(context)
+    def __init__(self, step: Step) -> None:
+        self._step = ref(step)
         self._has_reduced = False  # into sharded gradients, ever
         self._expects = False  # a forward ran with gradients, and none has come since
         self._left_by: WeakKeyDictionary[Unit, str] = WeakKeyDictionary()  # unit -> the call that left its gradients
@@ -52,24 +52,23 @@ class Unreduced:
 
     def after_backward(self) -> None:
         """A backward has ended, or is finalised."""
-        context = self._context()
-        assert context is not None
+        step = self._step()
+        assert step is not None
         self._num_backwards += 1
-        units, step = context.units, context.step
+        units, is_finalized = step.units, step.finalization is Finalization.RUNNING
         if step.is_partial:
             self._warn_of_partial(units)
         if self._expects:
             self._expects = not any(map(_has_arrived, units))
-        is_last = context.is_last_backward
-        causes = {
-            unit: _what_leaves(unit, step.is_manual) for unit in units if not (is_last and unit.settings.ends_step)
-        }
+        is_last = step.is_last_backward
+        left = [unit for unit in units if not (is_last and unit.settings.ends_step)]
+        causes = {unit: _what_leaves(unit, step.finalization is Finalization.DUE) for unit in left}
         self._left_by.clear()
         self._left_by.update({unit: cause for unit, cause in causes.items() if cause})
         if not self._has_reduced:
             reduced = [unit for unit in units if unit not in self._left_by]
-            self._has_reduced = any(step.is_finalizing or _has_arrived(unit) for unit in reduced)
-        (_waiting.add if causes or self._expects or step.is_finalizing else _waiting.discard)(self)
+            self._has_reduced = any(is_finalized or _has_arrived(unit) for unit in reduced)
+        (_waiting.add if causes or self._expects or is_finalized else _waiting.discard)(self)
 
     def reset(self) -> None:
         """Gradients that were left have been dropped."""
@@ -80,7 +79,7 @@ class Unreduced:
         arrived = [unit for unit in units if _has_arrived(unit)]
         if not arrived or any(unit.settings.reshards_before_backward for unit in arrived):
             return
-        ran = [unit for unit in units if unit not in arrived and unit.first_node >= units[0].first_node]
+        ran = [unit for unit in units if unit not in arrived and unit.state.first_node >= units[0].state.first_node]
         missed = [unit.fqn for unit in ran if any(group.gradients.has_trainable for group in unit.groups)]
         if missed:
             names = ", ".join(f"'{fqn}'" for fqn in missed[:5])
@@ -99,10 +98,10 @@ class Unreduced:
             OrderError: gradients are read while some are unreduced for the second time, and none of this root was ever
                 reduced.
         """
-        context = self._context()
-        if context is None:
+        step = self._step()
+        if step is None:
             return
-        found = self._find(context, params)
+        found = self._find(step, params)
         if found:
             if is_read and self._used_after != self._num_backwards:
                 self._used_after = self._num_backwards
@@ -112,14 +111,14 @@ class Unreduced:
                         f"{_message(call, found)} No gradient has reached a sharded parameter yet: nothing is trained."
                     )
             self._warn(_message(call, found))
-        elif is_read and self._expects and _lacks_gradients(context.units, params):
+        elif is_read and self._expects and _lacks_gradients(step.units, params):
             self._warn(_NO_GRADIENTS.format(call=call))
 
-    def _find(self, context: Context, ids: set[int]) -> list[tuple[str, str]]:
+    def _find(self, step: Step, ids: set[int]) -> list[tuple[str, str]]:
         """The units that have unreduced gradients of parameters with these ids, and the call that left them."""
         found = {unit.fqn: cause for unit, cause in self._left_by.items() if _has_unreduced(unit, ids)}
-        late = "set_is_last_backward(False)" if context.in_flight.ticket is None else "a handle that was not waited for"
-        for fqn in context.in_flight.fqns_of(ids):
+        late = "set_is_last_backward(False)" if step.reductions.ticket is None else "a handle that was not waited for"
+        for fqn in step.reductions.fqns_of(ids):
             found.setdefault(fqn, late)
         return list(found.items())
 

@@ -15,11 +15,11 @@ from torch import nn
 from fsdp2._torch import local_tensor, make_parameter
 from fsdp2.module import FSDPModule, original_class
 from fsdp2.runtime import hooks
-from fsdp2.runtime.attach import guard_state_dict, owner_of
 from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import Slot
+from fsdp2.runtime.state_dict import guard_state_dict, owner_of
 from fsdp2.runtime.unit import Unit, unit_for
 
 _COPIED_UNITS = object()  # its id is the key in `memo` for the units seen so far

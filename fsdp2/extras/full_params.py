@@ -27,10 +27,11 @@ from fsdp2._torch import backward_is_running, local_tensor, parameter_slots
 from fsdp2._torch.shared import full_tensor
 from fsdp2.checks.left_out import note_ignored
 from fsdp2.errors import ArgumentError, OrderError
-from fsdp2.runtime.context import Context
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import become_root, units_below
-from fsdp2.runtime.unit import Stage, Unit, unit_of
+from fsdp2.runtime.state import Stage
+from fsdp2.runtime.step import Step
+from fsdp2.runtime.unit import Unit, unit_of
 from fsdp2.watch.exchange import Exchange, at_once
 
 _open: WeakSet[Unit] = WeakSet()  # the units whose parameters are whole now
@@ -96,7 +97,7 @@ def full_params(
     holds = not rank0_only or all(map(_is_first, meshes))
     wholes: dict[ManagedParameter, nn.Parameter] = {}
     with ExitStack() as undo:
-        undo.callback(_settle_new_roots, [(unit, unit.context, unit.settings.reshard_after_forward) for unit in units])
+        undo.callback(_settle_new_roots, [(unit, unit.step, unit.settings.reshard_after_forward) for unit in units])
         _empty(units, undo)
         for param in params:
             undo.callback(partial(param.put, param.sharded))
@@ -147,8 +148,8 @@ def _check_order(units: Sequence[Unit]) -> None:
             raise OrderError(
                 f"full_params: the parameters of unit '{unit.fqn or '(root)'}' are whole already, by an outer one"
             )
-        in_forward = unit.context is not None and unit.context.schedule.in_root_forward
-        if in_forward or backward_is_running() or unit.stage is not Stage.IDLE:
+        in_forward = unit.step is not None and unit.step.order is not None
+        if in_forward or backward_is_running() or unit.state.stage is not Stage.IDLE:
             raise OrderError(
                 f"full_params: unit '{unit.fqn or '(root)'}' is in a forward or backward; open the context between "
                 "iterations. If that forward or backward raised, call reset_iter_state() on the root first, on every "
@@ -182,8 +183,8 @@ def _empty(units: Sequence[Unit], undo: ExitStack) -> None:
             setattr(unit, name, value)
 
     groups = [group for unit in units for group in unit.groups]
-    contexts = [unit.context for unit in units if unit.context is not None]
-    for unit in dict.fromkeys([*units, *(member for context in contexts for member in context.units)]):
+    steps = [unit.step for unit in units if unit.step is not None]
+    for unit in dict.fromkeys([*units, *(member for step in steps for member in step.units)]):
         if any(group in groups for group in unit.borrowed):  # weights that are tied across units
             change(unit, borrowed=[group for group in unit.borrowed if group not in groups])
     for unit in units:
@@ -192,25 +193,25 @@ def _empty(units: Sequence[Unit], undo: ExitStack) -> None:
         change(unit, groups=[], policy=replace(unit.policy, param_dtype=None))
 
 
-def _settle_new_roots(before: Sequence[tuple[Unit, Context | None, int | None]]) -> None:
+def _settle_new_roots(before: Sequence[tuple[Unit, Step | None, int | None]]) -> None:
     """A root that ran its first forward in the body saw units without parameters. If all of its units were open, it
     may have run on one rank alone: its next forward makes it again, on all ranks. Otherwise all ranks ran it: name and
     check the parameters now."""
     opened = {unit: reshards for unit, _, reshards in before}
-    for context in {unit.context for unit, old, _ in before if unit.context is not old}:
-        if context is None or context.is_provisional:
+    for step in {unit.step for unit, old, _ in before if unit.step is not old}:
+        if step is None or step.is_provisional:
             continue
-        root, *others = context.units
-        if all(unit in opened or unit in _open or not unit.groups for unit in context.units):
-            context.is_provisional = True
-            for unit in context.units:
+        root, *others = step.units
+        if all(unit in opened or unit in _open or not unit.groups for unit in step.units):
+            step.is_provisional = True
+            for unit in step.units:
                 unit.reset()  # the forward may have raised
-                unit.leave_root()
+                unit.role = None
                 if unit in opened and opened[unit] is None:
                     unit.settings = replace(unit.settings, reshard_after_forward=None)
         else:
             for unit in others:
-                unit.context = None
+                unit.step = None
             become_root(root)
 
 

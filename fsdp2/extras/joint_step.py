@@ -71,9 +71,9 @@ def agree_on_step(*models: nn.Module) -> Iterator[None]:
     def reset() -> None:
         for model in models:
             # By unit, because the model may be around its roots, as one of torch.compile is.
-            for context in dict.fromkeys(unit.context for unit in units_below(model)):
-                if context is not None:
-                    context.reset()
+            for step in dict.fromkeys(unit.step for unit in units_below(model)):
+                if step is not None:
+                    step.reset()
             for param in model.parameters():
                 param.grad = None
         torch.set_rng_state(cpu_state)

@@ -32,11 +32,13 @@ from fsdp2.events import emit
 from fsdp2.mesh import Axis, MeshRoles
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime import hooks
-from fsdp2.runtime.context import Context
 from fsdp2.runtime.param_group import ParamGroup, Phase
-from fsdp2.runtime.unit import Stage, Unit
+from fsdp2.runtime.state import Stage
+from fsdp2.runtime.step import Step
+from fsdp2.runtime.unit import Unit
 from fsdp2.watch.exchange import Exchange, at_once
 
+_Late = Any  # (group, settings) -> the settings of its reduction
 _FEATURE = "optional"  # the argument of `fully_shard`, and the name of what a pass notes
 
 
@@ -124,6 +126,8 @@ class _Host:
 
     unit: ref[Unit]
     guests: list[ref[Unit]] = field(default_factory=list)
+    reduces_late: _Late = None
+    in_order = True
 
     def select(self, gathering: bool) -> list[ParamGroup]:
         """What it gathers: with its own groups those of its guests that some rank needs. What it frees: all."""
@@ -143,7 +147,9 @@ class _Guest:
 
     unit: ref[Unit]
     decision: _Decision
+    reduces_late: _Late = None
     _ran_alone: bool = False
+    in_order = False  # its host has its place
 
     def select(self, gathering: bool) -> list[ParamGroup]:
         """What it gathers: nothing, since its host has, unless it is called alone. Raises `OrderError` if `runs_if`
@@ -152,8 +158,8 @@ class _Guest:
         groups = [*unit.groups, *unit.borrowed]
         if not gathering:
             return groups
-        in_forward, in_backward = unit.ready_context().schedule.in_root_forward, backward_is_running()
-        if unit.stage is Stage.FORWARD and not in_backward:
+        in_forward, in_backward = unit.ready_step().order is not None, backward_is_running()
+        if unit.state.stage is Stage.FORWARD and not in_backward:
             self._ran_alone = not in_forward
             if in_forward and not self.decision.runs_here:
                 raise OrderError(
@@ -229,14 +235,14 @@ class _OptionalUnits:
         return self.settings_of_all(group, settings)
 
 
-def _prepare(context: Context) -> None:
+def _prepare(step: Step) -> None:
     """Find the optional units of a new root, and their hosts.
 
     Raises:
         ArgumentError: the root is optional.
         UnsupportedError: an optional unit shares a weight with a unit that another decision, or none, is about.
     """
-    units: list[Unit] = context.units
+    units: list[Unit] = step.units
     if not any(_FEATURE in unit.settings.features for unit in units):
         return
     if _FEATURE in units[0].settings.features:
@@ -263,14 +269,13 @@ def _prepare(context: Context) -> None:
         hosts.setdefault(host, _Host(ref(host))).guests.append(ref(unit))
     _check_weights(units, guests)
     late = [unit for unit in units if unit in guests or unit in hosts]
-    optional, schedule = _OptionalUnits(list(decisions.values()), late), context.schedule
+    optional, weak = _OptionalUnits(list(decisions.values()), late), ref(step)
     for unit in late:
-        unit.select = guests[unit].select if unit in guests else hosts[unit].select
-        unit.in_order = unit in hosts
+        role = unit.role = guests[unit] if unit in guests else hosts[unit]
         by_ran = averaged_over.get(unit) == "ran"
-        unit.reduces_late = optional.settings_of_ran if by_ran else optional.settings_of_all
-    context.hooks.before_forward.append(lambda args, kwargs: optional.before_forward(schedule.notes, args, kwargs))
-    context.hooks.before_last_reductions.append(optional.before_last_reductions)
+        role.reduces_late = optional.settings_of_ran if by_ran else optional.settings_of_all
+    step.hooks.before_forward.append(lambda args, kwargs: optional.before_forward(_notes(weak), args, kwargs))
+    step.hooks.before_last_reductions.append(optional.before_last_reductions)
 
 
 def _units_around(units: Sequence[Unit]) -> dict[Unit, list[Unit]]:
@@ -311,7 +316,13 @@ def _check_weights(units: Sequence[Unit], guests: Mapping[Unit, _Guest]) -> None
 
 def _notes_of(unit: Unit) -> dict[str, Any]:
     """Of the forward that runs, or of the one whose backward runs."""
-    return unit.ready_context().schedule.notes
+    return unit.ready_step().notes
+
+
+def _notes(weak: ref[Step]) -> dict[str, Any]:
+    step = weak()
+    assert step is not None
+    return step.notes
 
 
 def _alive(members: Sequence[ref[Unit]]) -> list[Unit]:

@@ -25,8 +25,9 @@ from weakref import WeakSet, ref
 from fsdp2._torch.shared import set_fully_shard_state
 from fsdp2.errors import OrderError
 from fsdp2.runtime import hooks
-from fsdp2.runtime.context import Context
-from fsdp2.runtime.unit import Stage, Unit
+from fsdp2.runtime.state import Stage
+from fsdp2.runtime.step import Step
+from fsdp2.runtime.unit import Unit
 
 _lost: WeakSet[Unit] = WeakSet()  # units that a split backward has left without gradients
 
@@ -57,10 +58,10 @@ class StageState:
             OrderError: the schedule computes the gradients of weights separately from those of inputs, and the stage
                 reshards after forward.
         """
-        context = self._unit.context
-        if context is not None:
-            _check_root(context)
-            context.end_backward()
+        step = self._unit.step
+        if step is not None:
+            _check_root(step)
+            step.end_backward()
 
 
 def _register(unit: Unit) -> None:
@@ -69,19 +70,19 @@ def _register(unit: Unit) -> None:
         set_fully_shard_state(module, StageState(unit))
 
 
-def _note_lost(context: Context) -> None:
+def _note_lost(step: Step) -> None:
     """A backward is over. Pipelines turn both settings off. A user who does not may ask for the gradients of inputs
     alone."""
-    for unit in [unit for unit in context.units if not unit.settings.reshard_after_backward]:
+    for unit in [unit for unit in step.units if not unit.settings.reshard_after_backward]:
         if unit.settings.reshards_before_backward and not unit.in_backward().requires_gradient_sync:
-            ran = unit.stage in (Stage.BACKWARD, Stage.DONE) and bool(unit.groups)
+            ran = unit.state.stage in (Stage.BACKWARD, Stage.DONE) and bool(unit.groups)
             if ran and all(group.gradients.none_arrived for group in unit.groups):
                 _lost.add(unit)
 
 
-def _check_root(context: Context) -> None:
+def _check_root(step: Step) -> None:
     """Raise if a backward has lost gradients since the last call."""
-    lost = [unit for unit in context.units if unit in _lost]
+    lost = [unit for unit in step.units if unit in _lost]
     for unit in lost:
         _lost.discard(unit)
     if lost:
@@ -92,16 +93,16 @@ def _check_root(context: Context) -> None:
         )
 
 
-def _follow_root(context: Context) -> None:
-    weak = ref(context)
-    context.hooks.before_last_reductions.append(lambda: _note_lost(_alive(weak)))
-    context.hooks.before_finalize.append(lambda: _check_root(_alive(weak)))
+def _follow_root(step: Step) -> None:
+    weak = ref(step)
+    step.hooks.before_last_reductions.append(lambda: _note_lost(_alive(weak)))
+    step.hooks.before_finalize.append(lambda: _check_root(_alive(weak)))
 
 
-def _alive(weak: "ref[Context]") -> Context:
-    context = weak()
-    assert context is not None
-    return context
+def _alive(weak: "ref[Step]") -> Step:
+    step = weak()
+    assert step is not None
+    return step
 
 
 hooks.unit_made.append(_register)

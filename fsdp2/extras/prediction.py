@@ -12,8 +12,8 @@ class Prediction:
     """The order in which the units of one root start, and what follows from it. A unit with an explicit list prefetches
     that instead."""
 
-    def __init__(self, context: Any):
-        self._context = ref(context)
+    def __init__(self, step: Any):
+        self._step = ref(step)
         self._starts: list[ref[Unit]] = []  # of this forward
         self._last: list[ref[Unit]] = []  # of the one before
         self._follows = False  # the last two were the same, and this one is so far
@@ -24,17 +24,17 @@ class Prediction:
         self._follows = bool(self._starts) and self._starts == self._last
         self._last, self._starts = self._starts, []
         self._guesses = []
-        context: Any = self._context()
-        is_on, is_called = context.root().settings.predicts_forward, self.started in context.hooks.unit_started
+        step: Any = self._step()
+        is_on, is_called = step.root().settings.predicts_forward, self.started in step.hooks.unit_started
         if is_on and not is_called:
-            context.hooks.unit_started.append(self.started)
+            step.hooks.unit_started.append(self.started)
         elif is_called and not is_on:
-            context.hooks.unit_started.remove(self.started)
+            step.hooks.unit_started.remove(self.started)
 
     def started(self, unit: Unit) -> None:
         """`unit` starts: prefetch the one that ran next."""
-        context: Any = self._context()
-        if not context.schedule.in_root_forward:
+        step: Any = self._step()
+        if step.order is None:
             return
         position = len(self._starts)
         self._starts.append(ref(unit))
@@ -54,10 +54,10 @@ class Prediction:
                 unit.reshard()
 
 
-def _follow_root(context: Any) -> None:
-    prediction = Prediction(context)
-    context.hooks.before_forward.append(prediction.before_forward)
-    context.hooks.after_forward.append(prediction.after_forward)
+def _follow_root(step: Any) -> None:
+    prediction = Prediction(step)
+    step.hooks.before_forward.append(prediction.before_forward)
+    step.hooks.after_forward.append(prediction.after_forward)
 
 
 hooks.root_made.append(_follow_root)

@@ -32,7 +32,7 @@ from fsdp2.events import profiler_range
 from fsdp2.layout import ShardLayout, chunk_bounds, strides
 from fsdp2.module import swapped_class
 from fsdp2.runtime import hooks
-from fsdp2.runtime.attach import attach, guard_state_dict, owner_of, owners_of
+from fsdp2.runtime.forward import attach
 from fsdp2.runtime.geometry import Geometry
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.param_group import ParamGroup, Phase
@@ -40,6 +40,7 @@ from fsdp2.runtime.parameter import ManagedParameter, Plan
 from fsdp2.runtime.reduction import Reduction
 from fsdp2.runtime.sink import Sink, distributed
 from fsdp2.runtime.slot import Slot
+from fsdp2.runtime.state_dict import guard_state_dict, owner_of, owners_of
 from fsdp2.runtime.unit import Unit, unit_for, unit_of
 from fsdp2.specs import ParamSpecs
 

@@ -27,7 +27,7 @@ from fsdp2._torch import base_of, number_of_node, tensors_have_levels, will_run_
 from fsdp2.events import profiler_range
 from fsdp2.runtime.tree import map_tensors, tensors_in, tensors_within
 
-Callback = Callable[[], None]
+Callback = Callable[..., None]
 
 
 # A leaf below the end of every unit's backward, which never gets a gradient: a backward that would not run its node was
@@ -147,14 +147,14 @@ def on_backward_begin(callback: Callback, output: Any, since: int = 0) -> Any:
     for tensor in tensors:
         # A parameter that is returned unchanged has no backward of its own, and would keep the hook forever.
         if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-            tensor.register_hook(lambda _grad: callback())
+            tensor.register_hook(callback)
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
             if node is not None and number_of_node(node) >= since:
                 # Changing a view in place gives it a new node, and the hook stays on the old one; the base's node
                 # remains in the graph. A view of an input, such as an input that is returned as it is, has a base from
                 # before the forward, whose backward comes when that of this unit is over.
-                node.register_prehook(lambda _grads: callback())
+                node.register_prehook(callback)
     return output
 
 

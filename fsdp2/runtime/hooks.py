@@ -23,8 +23,8 @@ units_drafted: list[Callable[[Sequence[Any]], None]] = []
 params_ignored: list[Callable[[Iterable[Any]], None]] = []
 param_sharded: list[Callable[[Any, Any], None]] = []
 unit_made: list[Callable[[Any], None]] = []
-# Called when a unit becomes a root, with its `Context`, before its first forward: names are final, parameters are
-# sharded and not on the meta device. Units get the context afterwards: after an error there is no root.
+# Called when a unit becomes a root, with its `Step`, before its first forward: names are final, parameters are
+# sharded and not on the meta device. Units get the step afterwards: after an error there is no root.
 root_made: list[Callable[[Any], None]] = []
 # Called before `_apply` of a sharded module, with its arguments. What a hook returns is called afterwards.
 before_apply: list[Callable[[Any, Callable[[Any], Any], bool], Callable[[], None]]] = []

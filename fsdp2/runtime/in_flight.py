@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from fsdp2._torch import profiler_is_on
@@ -9,14 +10,13 @@ from fsdp2.errors import OrderError
 from fsdp2.events import profiler_range
 from fsdp2.nothing import NOTHING
 from fsdp2.runtime.reduction import Reduction
-from fsdp2.runtime.step import Step
 
 
 class Ticket:
-    """An asynchronous finalisation that must be waited for. It refers to the root's step weakly, since a root may be
-    freed without having been waited for. `is_void`: its reductions were discarded."""
+    """An asynchronous finalisation that must be waited for. It refers to its `Step` weakly, since a root may be freed
+    without having been waited for. `is_void`: its reductions were discarded."""
 
-    def __init__(self, owner: Step):
+    def __init__(self, owner: Any):
         self.owner = ref(owner)
         self.is_void = False
 
@@ -46,6 +46,17 @@ class InFlight:
                 f"{where}: gradients of the last finalize_backward(async_op=True) are still being reduced; call wait() "
                 "on the handle that it returned"
             )
+
+    def void_ticket(self, step: object) -> None:
+        """`step` forgets its reductions. Raises `OrderError` if another root's ticket has not been waited for."""
+        if self.ticket is None:
+            return
+        if self.ticket.owner() is not step:
+            raise OrderError(
+                "reset_iter_state: another root's finalize_backward(async_op=True) is not finished; wait()"
+            )
+        self.ticket.is_void = True
+        self.ticket = None
 
     def start(self, reductions: Sequence[Reduction]) -> None:
         """Start reductions. If too many are in flight, the oldest advance first."""

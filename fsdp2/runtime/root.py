@@ -1,7 +1,7 @@
 """The root: the first unit to run a forward, among all units below its module. Layer: runtime, top.
 
-Before that forward, units are independent; a unit that is unsharded early has its own provisional context. Afterwards
-they share one context, and their names are relative to the root.
+Before that forward, units are independent; a unit that is unsharded early has its own provisional step. Afterwards
+they share one, and their names are relative to the root.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ from torch import nn
 
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime import hooks
-from fsdp2.runtime.context import Context
 from fsdp2.runtime.parameter import ManagedParameter, managed_by
+from fsdp2.runtime.step import Step
 from fsdp2.runtime.unit import Unit, unit_of
 
 
@@ -26,8 +26,8 @@ def units_below(module: nn.Module) -> list[Unit]:
     return units
 
 
-def become_root(root: Unit) -> None:
-    """Make `root` the root of all units below its module: names, checks, and one context for all.
+def become_root(root: Unit) -> Step:
+    """Make `root` the root of all units below its module: names, checks, and one step for all.
 
     Raises:
         OrderError: the unit has several modules; a unit below is a root itself; parameters are on the meta device.
@@ -44,10 +44,10 @@ def become_root(root: Unit) -> None:
     units = units_below(modules[0])
     for unit in units:
         fqns = [module_fqns[module] for module in unit.modules if module in module_fqns]
-        if unit is not root and unit.context is not None and not unit.context.is_provisional:
-            if unit.context.root() is not unit:
+        if unit is not root and unit.step is not None and not unit.step.is_provisional:
+            if unit.step.root() is not unit:
                 raise OrderError(
-                    f"'{', '.join(fqns)}' belongs to another root already, {_described(unit.context.root())}, and a "
+                    f"'{', '.join(fqns)}' belongs to another root already, {_described(unit.step.root())}, and a "
                     f"unit can have one only. Models that share a trunk need a common root: put {_described(root)} and "
                     "the other root into one module, call fully_shard on that, and compute both outputs in its forward."
                 )
@@ -71,17 +71,18 @@ def become_root(root: Unit) -> None:
         for group in unit.groups:
             group.warn_of_assigned_data()
         unit.refresh()
-    context = Context(units, root.device, is_provisional=False, in_flight=root.in_flight)
+    step = Step(units, root.device, is_provisional=False, reductions=root.reductions)
     for unit in units:
-        unit.leave_root()
+        unit.role = None
     for hook in hooks.root_made:
-        hook(context)
+        hook(step)
     for unit in units:
-        if unit.context is not None:
-            unit.context.memory.free_all()
-        unit.context = context
+        if unit.step is not None:
+            unit.step.memory.free_all()
+        unit.step = step
         if unit.settings.reshard_after_forward is None and unit is not root:
             unit.settings = replace(unit.settings, reshard_after_forward=True)
+    return step
 
 
 def _described(root: Unit | None) -> str:
@@ -95,7 +96,7 @@ def check_borrowed(units: Sequence[Unit]) -> None:
         for group in unit.borrowed:
             if id(group) not in owned:
                 raise ArgumentError(
-                    f"unit '{unit.fqn or '(root)'}' holds a weight that belongs to a unit outside of this root (one of "
+                    f"unit '{unit.name}' holds a weight that belongs to a unit outside of this root (one of "
                     f"{[param.fqn for param in group.params]}). Call fully_shard on a module that contains both and "
                     "run that one's forward, or give each model a weight of its own."
                 )

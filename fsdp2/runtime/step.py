@@ -1,88 +1,315 @@
-"""`Step`: where a root is in its step. Layer: runtime. Pure state and its errors; the root's context acts on it.
+"""`Step`: what the units below one root share in a step: their order, memory, reductions. Layer: runtime, top.
 
-::
+One step of a root with units 0, 1, 2 that reshard after forward (time runs right; ``A`` all-gather, ``C`` compute,
+``R`` reduction; entries in one column may overlap)::
+
+    forward   compute stream       C0  C1  C2
+              gather stream    A0  A1  A2            A1 is issued before C0 ends: the host is ahead
+    backward  compute stream       C2  C1  C0
+              gather stream    A2  A1  A0            A1 is issued by unit 2, before its compute
+              reduce stream            R2  R1  R0    R2 starts at unit 2's last gradient
+
+Backward prefetches in the reverse of the order in which forward ran the units. Each forward of the root records its
+order in a `Pass`, and the backward hook of a unit keeps its position there. So the order is right even if a unit ran
+twice, two forwards share one backward, or a forward had no backward.
+
+A step may have several forwards and backwards::
 
     forward -> backward -> optimizer                                                                 the usual step
     forward -> backward -> forward -> backward -> finalize_backward()                                gradients complete
                                                   finalize_backward(async_op=True) -> handle.wait()  gradients complete
 
-A backward that raises ends no step: everything but `reset` is then refused.
+After a backward that raised, everything but `reset` is an error.
 """
 
-from collections.abc import Callable
-from typing import NoReturn
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NoReturn, TypeAlias
 from weakref import ref
 
-from fsdp2._torch import backward_is_running
-from fsdp2.errors import OrderError
+import torch
+
+from fsdp2._torch import backward_is_running, outside_transforms, queue_backward_callback
+from fsdp2.errors import OrderError, UnsupportedError
+from fsdp2.events import emit, follow_listeners, profiler_range
+from fsdp2.runtime.backward import finish_backward
+from fsdp2.runtime.hooks import Hooks
+from fsdp2.runtime.in_flight import InFlight, Ticket
+from fsdp2.runtime.state import Stage
+from fsdp2.runtime.storage import ReleasedMemory
+from fsdp2.runtime.streams import streams_for
+
+Unit: TypeAlias = Any  # `runtime.unit.Unit`: that module is above this one
+
+
+class Pass:
+    """The units that one forward ran, in the order in which they finished. `notes`: what features keep of it for its
+    backward, by names of their own."""
+
+    def __init__(self, notes: dict[str, Any] | None = None) -> None:
+        self.notes: dict[str, Any] = {} if notes is None else notes
+        self._order: list[Unit] = []
+
+    def record(self, unit: Unit) -> int:
+        """Record that `unit` finished its forward. Returns its position."""
+        self._order.append(unit)
+        return len(self._order) - 1
+
+    def before(self, position: int) -> Unit | None:
+        """The unit that ran before the one at `position`; None for the first. The same unit several times in a row
+        counts once, because the modules of a list finish one by one."""
+        unit = self._order[position]
+        while position and self._order[position] is unit:
+            position -= 1
+        found = self._order[position]
+        return None if found is unit else found
+
+
+class Finalization(Enum):
+    """Where a step is whose gradients are finalised by hand. From the first backward on the mode is fixed."""
+
+    NONE = "none"  # not in this mode, or no backward has run
+    DUE = "due"  # a backward ran, and left its gradients
+    RUNNING = "running"  # they are being reduced
 
 
 class Step:
-    """The step of one root, which may have several forwards and backwards.
+    """The shared state of one root and the units below it.
+
+    Args:
+        units: the root first, then the others in the order of the module tree. Held weakly: modules own their units.
+        reductions: shared with other roots; None creates new ones.
+        is_provisional: created for a unit that was unsharded before any forward; a root's forward replaces it.
 
     Attributes:
+        root: a weak reference to the root.
+        memory: unsharded memory that waits to be freed.
+        reductions: those in flight.
+        hooks: where features plug in; a provisional step calls none.
+        post_optim_event: the event that the next root forward's all-gathers wait for, instead of the compute stream.
+        order: of the root's forward that runs; None outside.
+        notes: of the forward that runs, or of the one whose backward runs.
         awaits_backward: the root's forward ran with gradients, and its backward has not begun yet.
-        is_manual: backward leaves gradients unreduced; fixed from the first backward until they are finalised.
-        is_due: a manual backward ran and has not been finalised.
-        is_finalizing: the gradients of manual backwards are being reduced now.
         is_partial: the running backward computes the gradients of some inputs only.
+        recomputed: units whose forward a checkpoint recomputed in this backward, and which were not resharded since.
+        end: the callback for the end of the running backward; None if no backward runs. Only autograd's engine holds a
+            strong reference, so this one is dead if backward raised.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, units: Sequence[Unit], device: torch.device, is_provisional: bool, reductions: InFlight | None = None
+    ):
+        self.root: ref[Unit] = ref(units[0])
+        self._below = [ref(unit) for unit in units[1:]]
+        self.memory = ReleasedMemory(streams_for(device))
+        self.reductions = InFlight() if reductions is None else reductions
+        self.hooks = Hooks()
+        self.is_provisional = is_provisional
+        self.post_optim_event: torch.Event | None = None
+        self.order: Pass | None = None
+        self.notes: dict[str, Any] = {}
         self.awaits_backward = False
-        self.is_manual = False
-        self.is_due = False
-        self.is_finalizing = False
+        self.finalization = Finalization.NONE
         self.is_partial = False
-        # The callback for the end of the running backward; None if no backward runs. Only autograd's engine holds a
-        # strong reference, so the weak one is dead if backward raised.
-        self._end: ref[Callable[[], None]] | None = None
+        self.recomputed: deque[ref[Unit]] = deque()
+        self.end: ref[Callable[[], None]] | None = None
 
-    def in_backward(self) -> bool:
-        """Whether a backward has begun and not ended; called from within one. Raises if the last one raised."""
-        if self._end is None:
-            return False
-        if self._end() is None:
-            _raise_unfinished("backward")
-        return True
+    @property
+    def units(self) -> list[Unit]:
+        """The units that are still alive, root first."""
+        return [unit for weak in (self.root, *self._below) if (unit := weak()) is not None]
 
-    def begin_backward(self, end: Callable[[], None], manual: bool) -> None:
-        """A backward reached units of the root. `end` runs at its end; `manual`: the user has asked for that mode."""
-        self._end = ref(end)
-        self.is_partial = False
-        if not self.is_due:
-            self.is_manual = manual
-        self.is_due = self.is_due or self.is_manual
-        self.awaits_backward = False
+    @property
+    def is_last_backward(self) -> bool:
+        """Whether this backward is the last of a step: set by the user or, in manual mode, while it is finalised."""
+        if self.finalization is not Finalization.NONE:
+            return self.finalization is Finalization.RUNNING
+        root = self.root()
+        return root is None or root.settings.is_last_backward
 
-    def end_backward(self) -> None:
-        """The whole backward is over."""
-        self._end = None
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The root's forward starts: what has changed since the last one is looked up once, here."""
+        root = self.units[0]
+        self.reductions.check_nobody_waits(f"forward of '{root.fqn}'")
+        follow_listeners()
+        emit("root_pre_forward", root.fqn)
+        has_raised = root.state.stage is Stage.FORWARD
+        for unit in self.units:
+            if unit.state.stage is Stage.FORWARD:
+                unit.complete_forward()
+            unit.begin_step(self.awaits_backward, has_raised)
+        self.order = Pass()
+        self.notes = self.order.notes
+        self.follow_compute(self.post_optim_event)
+        self.post_optim_event = None
+
+    def follow_compute(self, event: torch.Event | None = None) -> None:
+        """Let all-gathers start only after `event`, or after all work enqueued on the compute stream so far (which may
+        have changed the shards)."""
+        streams = self.memory.streams
+        event = event or streams.record()
+        with streams.gathering():
+            streams.wait(event)
+
+    def end_forward(self) -> None:
+        """The root's forward is over; from now on only the backward hooks keep its pass alive."""
+        for unit in self.units:
+            if unit.state.stage is Stage.FORWARD:
+                unit.complete_forward()
+        self.order, self.notes = None, {}
+        for hook in self.hooks.after_forward:
+            hook()
+        if not torch.is_grad_enabled():
+            self._wait_for_host_memory()  # before the all-gather stream has to wait for compute
+        else:  # an evaluation between a forward and its backward changes nothing
+            self.awaits_backward = not backward_is_running()
+        self.memory.free_all()  # the next all-gather may be far away
+
+    def _wait_for_host_memory(self) -> None:
+        """Let the host wait until shards that are offloaded have been copied from its memory: it may change them next,
+        and no order of streams applies to that. (After a backward it has waited for gradients.)"""
+        groups = (group for unit in self.units for group in unit.groups)
+        if any(group.params[0].plan.home != group.roles.device for group in groups):
+            with self.memory.streams.gathering():
+                copied = self.memory.streams.record()
+            if copied is not None:
+                copied.synchronize()
 
     def check_backward_ended(self) -> None:
-        """Called before a forward. Raises if the last backward raised, and `reset` was not called."""
-        if self._end is not None and not backward_is_running():
+        """Called before a forward with an `end`. Raises if the last backward raised, and `reset` was not called."""
+        if not backward_is_running():
             _raise_unfinished("forward")
 
-    def check_can_finalize(self, fqn: str, manual: bool) -> None:
-        """Before gradients are finalised. Raises if the mode is off, a backward runs, or a forward waits for its
-        backward."""
-        where = f"finalize_backward of '{fqn}'"
-        if not (manual or self.is_manual):
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def expect_end_of_backward(self) -> None:
+        """Called from within a backward pass: `end_backward` will run at its end.
+
+        Raises:
+            OrderError: the last backward raised, and `reset_iter_state` was not called.
+            UnsupportedError: backward runs under compiled autograd, which never runs callbacks at the end.
+        """
+        if self.end is not None:
+            if self.end() is None:
+                _raise_unfinished("backward")
+            return
+        if torch.compiler.is_compiling():
+            _refuse_compiled_autograd()
+        end = self.end_backward
+        self.end = ref(end)
+        self.is_partial = self.awaits_backward = False
+        units = self.units
+        if units[0].settings.manual_finalization:
+            self.finalization = Finalization.DUE
+        most = 1
+        for unit in units:
+            unit.state.settings = unit.in_backward()
+            most = max(most, unit.settings.max_input_buffers)
+        self.reductions.limit(self, most)
+        queue_backward_callback(end)
+
+    def end_backward(self) -> None:
+        """The backward pass is over: finish all units. The last backward of a step also waits for all reductions."""
+        with profiler_range("FSDP::root_post_backward_callback"):
+            self.recomputed.clear()
+            root = self.units[0]
+            self._finish_units()
+            if self.is_last_backward:
+                for hook in self.hooks.before_wait:
+                    hook()
+                self.finish_reductions()
+            for hook in self.hooks.after_backward:
+                hook()
+            emit("root_post_backward", root.fqn)
+            self.end = None  # the last: after an error above a forward must not go on
+
+    def _finish_units(self) -> None:
+        for hook in self.hooks.before_last_reductions:
+            hook()
+        is_last = self.is_last_backward
+        for unit in self.units:
+            finish_backward(unit, is_last)
+
+    def finish_reductions(self) -> None:
+        """Complete all sharded gradients, and free released storage."""
+        with outside_transforms():
+            self.reductions.finish_all()
+            self.memory.free_all()
+
+    # --- gradients finalised by hand ---------------------------------------------------------------------------------
+
+    def finalize(self, is_async: bool) -> Ticket | None:
+        """Reduce the gradients that manual backwards left, and reshard. Returns the ticket for `finish_ticket`; None if
+        there is nothing to wait for.
+
+        Raises:
+            OrderError: the mode is off, a backward runs, a forward waits for its backward, HSDP gradients wait for an
+                all-reduce, or a hook refuses.
+        """
+        root = self.units[0]
+        where = f"finalize_backward of '{root.fqn}'"
+        if not (root.settings.manual_finalization or self.finalization is Finalization.DUE):
             raise OrderError(f"{where}: call set_manual_backward_finalization(True) before the backward")
-        if backward_is_running() or self._end is not None:
+        if backward_is_running() or self.end is not None:
             raise OrderError(f"{where}: a backward is running; call it after that has returned")
         if self.awaits_backward:
             raise OrderError(f"{where}: a forward has run, but not its backward; call it after the last backward")
+        self.reductions.check_nobody_waits(where)
+        if self.finalization is not Finalization.DUE:
+            return None
+        for hook in self.hooks.before_finalize:
+            hook()
+        for unit in self.units:
+            unit.check_no_partials()
+        self.finalization = Finalization.RUNNING
+        try:
+            self._finish_units()
+        finally:
+            self.finalization = Finalization.NONE
+        if not is_async:
+            self.finish_reductions()
+        self.reductions.ticket = Ticket(self) if is_async else None
+        return self.reductions.ticket
+
+    def finish_ticket(self, ticket: Ticket) -> None:
+        """Wait for an asynchronous finalisation; does nothing the second time. Raises `OrderError` if it was
+        discarded."""
+        if ticket.is_void:
+            raise OrderError("this handle's reductions were thrown away by reset_iter_state()")
+        if self.reductions.ticket is ticket:
+            self.reductions.ticket = None
+            self.finish_reductions()
+
+    # --- after an error ----------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """The gradients are being reduced, or were discarded."""
-        self.is_manual = self.is_due = self.awaits_backward = False
-        self._end = None
+        """Wait for reductions, discard their results, and forget the iteration, in all units. Raises `OrderError` if
+        they belong to another root that shares them, whose handle has not been waited for."""
+        self.reductions.void_ticket(self)
+        for hook in self.hooks.on_reset:
+            hook()
+        self.reductions.abandon_all()
+        self.recomputed.clear()
+        self.order, self.notes, self.end = None, {}, None
+        self.finalization, self.awaits_backward = Finalization.NONE, False
+        for unit in self.units:
+            unit.reset()
 
 
 def _raise_unfinished(what: str) -> NoReturn:
     raise OrderError(
         f"{what} was called, but the last backward has not finished; did it raise? Call reset_iter_state() on the "
         "root, on every rank, before the next iteration."
+    )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_compiled_autograd() -> None:
+    raise UnsupportedError(
+        "backward runs under compiled autograd, which does not call back at its end, so that gradients would stay "
+        "unreduced. Turn it off (compiled_autograd in the configuration of Dynamo); torch.compile of the model or of "
+        "its blocks is fine."
     )

@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 
 from fsdp2.layout import strides
-from fsdp2.runtime.schedule import num_kept
 from fsdp2.runtime.streams import Streams
 
 ALIGN_BYTES = 256  # the alignment of CUDA's allocator, which vectorised kernels may expect
@@ -66,13 +65,14 @@ class ReleasedMemory:
 
     def make_room(self, storage: Storage | None, prefetching: bool) -> None:
         """Called on the all-gather stream before `storage` (None: not created yet) is allocated: free released storage
-        until at most two units are alive. `storage` itself, if released, is taken back."""
+        until at most two units are alive. `storage` itself, if released, is taken back. A unit that unshards for itself
+        keeps one: the unit before it may still compute. A prefetch keeps none: the unit that prefetches computes."""
         if not self._released:
             return
         for entry in [entry for entry in self._released if entry[0] is storage]:
             self._released.remove(entry)
             self.streams.wait(entry[1])
-        while len(self._released) > num_kept(prefetching):
+        while len(self._released) > (0 if prefetching else 1):
             self._free_oldest()
 
     def release(self, storage: Storage) -> None:

@@ -1,24 +1,15 @@
-"""The hooks through which modules drive their unit, in forward and for the state dict. Layer: runtime, top.
-
-All hooks are plain functions that find the unit through the module, so the hooks of a copied module use the copied
-unit.
-"""
+"""The hooks of modules for state dicts: these see shards. Layer: runtime, top."""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
-from fsdp2._torch import outside_transforms, profiler_is_on
-from fsdp2.events import profiler_range
-from fsdp2.nothing import NOTHING
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.root import become_root
-from fsdp2.runtime.unit import Unit, unit_for
+from fsdp2.runtime.unit import Unit
 
 # torch's message when a whole tensor is loaded into a sharded one, and our replacement. torch collects such messages in
 # a list that it passes to pre-load hooks but not to post-load hooks.
@@ -34,13 +25,6 @@ _LOAD_WHOLE = (
 )
 _errors_of_loads: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 _OWNERS = "_fsdp2_owners"  # on a module that holds parameters: the units that manage them
-
-
-def attach(module: nn.Module, unit: Unit) -> None:
-    """Let the forward of `module` drive `unit`."""
-    module.__dict__["_fsdp2_unit"] = unit
-    module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(post_forward)
 
 
 def guard_state_dict(module: nn.Module, unit: Unit) -> None:
@@ -70,27 +54,6 @@ def owner_of(param: ManagedParameter) -> tuple[Unit, ParamGroup]:
                 if param in group.params:
                     return unit, group
     raise AssertionError(f"{param.fqn} belongs to no unit")
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def pre_forward(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The forward pre-hook of a sharded module."""
-    unit = unit_for(module)
-    if unit.context is None or unit.context.is_provisional:
-        with outside_transforms():
-            become_root(unit)
-    with profiler_range("FSDP::pre_forward", unit.fqn) if profiler_is_on() else NOTHING:
-        return unit.pre_forward(module, args, kwargs)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """The forward hook of a sharded module."""
-    unit = unit_for(module)
-    with profiler_range("FSDP::post_forward", unit.fqn) if profiler_is_on() else NOTHING:
-        return unit.post_forward(module, output)
 
 
 def _before_save(module: nn.Module, *_: Any) -> None:

@@ -1,0 +1,160 @@
+"""A unit in backward: what its hooks do. Layer: runtime, below the step.
+
+::
+
+    pre_backward      the gradient of an output is there: unshard, prefetch
+    gradients_ready   the last gradient of a group is there: reduce it
+    post_backward     backward has passed through all inputs: reshard, reduce what was not
+    finish_backward   the whole backward is over: reduce and reshard what is left
+"""
+
+from typing import Any, TypeAlias
+
+from fsdp2._torch import profiler_is_on
+from fsdp2.errors import OrderError
+from fsdp2.events import emit, profiler_range
+from fsdp2.nothing import NOTHING
+from fsdp2.runtime.autograd import backward_is_whole
+from fsdp2.runtime.state import Stage
+
+Unit: TypeAlias = Any  # `runtime.unit.Unit`: that module is above this one
+Pass: TypeAlias = Any  # `runtime.step.Pass`
+
+
+def pre_backward(unit: Unit, order: Pass | None, position: int, conversions: int, *_grad: object) -> None:
+    """Hook on the outputs' gradients. The unit ran at `position` of `order`; None if it has no place in the order.
+
+    Raises:
+        OrderError: parameters were converted since the forward, when `unit.conversions()` was `conversions`; or they
+            were stepped in this backward.
+    """
+    with profiler_range("FSDP::pre_backward", unit.fqn) if profiler_is_on() else NOTHING:
+        step, state = unit.step, unit.state
+        is_known_whole = state.sees_end and backward_is_whole()
+        if not (is_known_whole or unit.settings.reshard_after_forward):  # the user may have unsharded parameters
+            _check_not_captured(unit)
+        if step.end is None or step.end() is None:
+            step.expect_end_of_backward()
+        if order is not None:
+            step.notes = order.notes
+        if state.stage is Stage.BACKWARD:
+            if unit.role is not None and unit.role.in_order and unit.settings.unshard_in_backward:
+                unit.unshard()  # a second forward in this backward may need other groups than the first
+            return
+        if state.settings.when_reduced:
+            _check_not_stepped(unit)
+        if state.sees_end and not is_known_whole:
+            step.is_partial = True
+        emit("pre_backward", unit.fqn)
+        state.stage = Stage.BACKWARD
+        state.to_run.clear()
+        for group in unit.groups:
+            group.adopt_changes()
+            group.gradients.begin_backward()
+        if unit.settings.unshard_in_backward:
+            unit.unshard()
+            if unit.conversions() != conversions:
+                raise OrderError(
+                    f"unit '{unit.name}': parameters were converted between forward and backward. Run the backward "
+                    "before to(dtype), or the forward again after it. After this error call model.reset_iter_state()."
+                )
+            unit.wait_for_unshard()
+        if order is not None:
+            _prefetch(unit, order, position)
+
+
+def _prefetch(unit: Unit, order: Pass, position: int) -> None:
+    """The explicit list, otherwise the unit that ran just before this one in forward."""
+    if unit.backward_prefetch:
+        targets = unit.alive(unit.backward_prefetch)
+    else:
+        before = order.before(position)
+        targets = [] if before is None else [before]
+    for target in targets:
+        if target.settings.unshard_in_backward:
+            with profiler_range("FSDP::backward_prefetch for", target.fqn):
+                target.unshard(prefetching=True)
+
+
+def _check_not_captured(unit: Unit) -> None:
+    """Raise within `torch.autograd.grad` with respect to an unsharded parameter, unless gradients are finalised by
+    hand: pipelines that split backward do that, and set the gradients themselves."""
+    root = unit.ready_step().root()
+    if not unit.settings.requires_gradient_sync or (root is not None and root.settings.manual_finalization):
+        return
+    for group in unit.groups:
+        if (fqn := group.gradients.find_captured()) is not None:
+            raise OrderError(
+                f"'{fqn}': torch.autograd.grad would return this rank's own gradient of it. Call loss.backward(), "
+                "which gives sharded parameters the mean over the ranks; for gradients of this rank compute the "
+                "loss within fsdp2.full_params(model)."
+            )
+
+
+def _check_not_stepped(unit: Unit) -> None:
+    """Before parameters are gathered for backward: raise if an optimizer has stepped them in this backward."""
+    if any(group.gradients.were_taken for group in unit.groups):
+        raise OrderError(
+            f"unit '{unit.name}': backward needs its parameters again, but step_in_backward stepped them when their "
+            "gradients were complete. This happens to a unit that is used in several reentrant checkpoints: use "
+            "use_reentrant=False, or step after backward. After this error call model.reset_iter_state()."
+        )
+
+
+def pre_backward_again(unit: Unit) -> None:
+    """A backward through this unit's own backward reaches the unit again."""
+    pre_backward(unit, None, -1, unit.conversions())
+
+
+def reached(unit: Unit) -> None:
+    """A gradient has arrived, by no output of the unit: of a tensor that a module has kept, or of a loss outside of the
+    forward that reads a parameter. The end of backward reduces it."""
+    unit.ready_step().expect_end_of_backward()
+
+
+def gradients_ready(unit: Unit, index: int) -> None:
+    """All trainable parameters of a group have a gradient, so their reduction can start before the unit's backward
+    ends. If other ranks may lack some gradients, all ranks start it at the end of backward instead. Parameters that are
+    used as they are cannot be stepped before the unit's backward ends."""
+    if unit.step is None or unit.step.end is None or unit.step.end() is None:
+        reached(unit)
+    settings, group = unit.state.settings, unit.groups[index]
+    steps_what_is_used = settings.when_reduced and group.roles.shard_axis is None
+    waits = settings.reduce_unused or unit.role is not None or steps_what_is_used
+    if settings.requires_gradient_sync and not waits:
+        unit.reduce(group, settings)
+
+
+def post_backward(unit: Unit) -> None:
+    """The unit's backward has ended, at least for now: reshard, and reduce the remaining gradients."""
+    emit("post_backward", unit.fqn)
+    unit.state.stage = Stage.DONE
+    settings = unit.state.settings
+    if settings.reshard_after_backward:
+        with profiler_range("FSDP::post_backward_reshard", unit.fqn) if profiler_is_on() else NOTHING:
+            unit.reshard(within_step=not settings.ends_step)
+    if settings.requires_gradient_sync and not settings.reduce_unused and unit.role is None:
+        for group in reversed(unit.groups):
+            unit.reduce(group, settings)
+
+
+def finish_backward(unit: Unit, is_last: bool) -> None:
+    """The backward pass is over: reduce and reshard what is left. Unless it `is_last` of the step, parameters that were
+    prefetched but not used stay for the next one."""
+    state = unit.state
+    if state.stage is Stage.FORWARD and state.calls:
+        return  # a backward within its forward, the rest of which needs its parameters
+    settings = state.settings = unit.in_backward()
+    if state.stage is Stage.BACKWARD:
+        post_backward(unit)
+    elif state.stage is Stage.IDLE:
+        unit.adopt_changes()  # unsharded by hand, for a loss outside of the forward
+    if settings.reshard_after_backward and is_last:
+        unit.reshard(within_step=not settings.ends_step)
+    if settings.requires_gradient_sync:
+        for group in reversed(unit.groups):
+            unit.reduce(group, settings, at_end=True)
+    for group in unit.groups:
+        group.gradients.end_backward()
+    state.stage = Stage.IDLE
+    state.to_run.clear()

@@ -1,0 +1,52 @@
+"""Where a unit is in its forward and backward. Layer: runtime, ground.
+
+::
+
+    IDLE      --forward.pre_forward-->     FORWARD    unshard, wait, prefetch, cast inputs
+    FORWARD   --forward.post_forward-->    IDLE       cast outputs, hook their backward, reshard
+    IDLE      --backward.pre_backward-->   BACKWARD   unshard, wait, prefetch
+    BACKWARD  --backward.post_backward-->  DONE       reshard, reduce what was not
+    DONE      --end of backward-->         IDLE
+
+A forward inside backward is the recomputation of an activation checkpoint: it finds the parameters unsharded and leaves
+them unsharded. So does a forward nested in another forward of the same unit, because the outer one still needs them.
+"""
+
+from enum import Enum
+
+from fsdp2.policies import UnitSettings
+
+
+class Stage(Enum):
+    """Where a unit is in its iteration."""
+
+    IDLE = "idle"
+    FORWARD = "forward"  # also after a forward that raised, until the next one
+    BACKWARD = "backward"
+    DONE = "done"  # its backward ran; this backward pass may reach it again
+
+
+class State:
+    """What the hooks of a unit remember for those that follow.
+
+    Attributes:
+        stage: where the unit is.
+        calls: the calls of its modules that run now, the outermost first: for each the exception that was being handled
+            when it began.
+        to_run: modules of this forward that have not ended, by id; empty in every other stage.
+        was_whole: it was unsharded before the forward that runs.
+        sees_end: the last forward had inputs that need gradients.
+        first_node: `next_node_number()` at the beginning of the last forward.
+        settings: for the running backward.
+    """
+
+    __slots__ = ("calls", "first_node", "sees_end", "settings", "stage", "to_run", "was_whole")
+
+    def __init__(self, settings: UnitSettings) -> None:
+        self.stage = Stage.IDLE
+        self.calls: list[BaseException | None] = []
+        self.to_run: set[int] = set()
+        self.was_whole = False
+        self.sees_end = False
+        self.first_node = 0
+        self.settings = settings
