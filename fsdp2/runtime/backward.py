@@ -101,7 +101,7 @@ def _check_not_stepped(unit: Unit) -> None:
         )
 
 
-def pre_backward_again(unit: Unit) -> None:
+def pre_backward_again(unit: Unit, *_grad: object) -> None:
     """A backward through this unit's own backward reaches the unit again."""
     pre_backward(unit, None, -1, unit.conversions())
 
