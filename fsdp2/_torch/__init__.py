@@ -176,8 +176,6 @@ def tensors_have_levels() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-# Whether a transform of `torch.func` is active.
-transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Runs a block as if no transform of `torch.func` were active, because a tensor that is created within a transform is
 # unusable once the transform is over. There is no public name for this.
 outside_transforms: Callable[[], AbstractContextManager[object]] = torch._C._DisableFuncTorch

@@ -47,7 +47,7 @@ def pre_backward(unit: Unit, order: Pass | None, position: int, conversions: int
             step.is_partial = True
         emit("pre_backward", unit.fqn)
         state.stage = Stage.BACKWARD
-        state.to_run.clear()
+        state.to_run = set()
         for group in unit.groups:
             group.adopt_changes()
             group.gradients.begin_backward()
@@ -157,4 +157,4 @@ def finish_backward(unit: Unit, is_last: bool) -> None:
     for group in unit.groups:
         group.gradients.end_backward()
     state.stage = Stage.IDLE
-    state.to_run.clear()
+    state.to_run = set()

@@ -8,9 +8,10 @@
 Both are plain functions that find the unit through the module, so the hooks of a copied module use the copied unit.
 """
 
+import inspect
 import sys
 from functools import partial
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 from weakref import ref
 
@@ -150,8 +151,9 @@ def post_forward(module: nn.Module, args: _Args, output: Any) -> Any:
             for group in unit.groups:
                 group.gradients.keep_hooks_last()
             return output
-        state.to_run.discard(id(module))
-        if len(unit.members) == 1:
+        if len(unit.members) > 1:
+            state.to_run.discard(id(module))
+        elif state.to_run:
             state.to_run.clear()  # `module` may be a shallow copy
         if state.calls:
             return _hook_backward(unit, step, output)
@@ -209,7 +211,7 @@ entries: set[CodeType] = {nn.Module.__call__.__code__}
 def _is_on_stack(module: nn.Module) -> bool:
     """Whether another call of `module` runs around the one that begins."""
     calls = 0
-    frame: FrameType | None = sys._getframe()
+    frame = inspect.currentframe()
     while frame is not None and calls < 2:
         calls += frame.f_code in entries and frame.f_locals.get("self") is module
         frame = frame.f_back

@@ -12,10 +12,9 @@ from weakref import WeakSet, ref
 import torch
 from torch import nn
 
-from fsdp2._torch import outside_transforms, running_backward, transforms_are_active
+from fsdp2._torch import outside_transforms, running_backward
 from fsdp2.errors import OrderError
 from fsdp2.events import emit
-from fsdp2.nothing import NOTHING
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
 from fsdp2.runtime import backward
 from fsdp2.runtime.in_flight import InFlight
@@ -224,7 +223,7 @@ class Unit:
 
     def unshard(self, prefetching: bool = False) -> None:
         """Issue the all-gathers that are needed. A prefetch in backward gathers the last group first."""
-        with outside_transforms() if transforms_are_active() else NOTHING:
+        with outside_transforms():
             memory = (self.step or self.ready_step()).memory
             groups = [*self.groups, *self.borrowed] if self.role is None else self.role.select(True)
             for group in reversed(groups) if prefetching and running_backward() >= 0 else groups:
@@ -233,7 +232,7 @@ class Unit:
 
     def wait_for_unshard(self) -> None:
         """Make the parameters usable."""
-        with outside_transforms() if transforms_are_active() else NOTHING:
+        with outside_transforms():
             for group in self.groups:
                 group.wait_for_unshard()
             for group in self.borrowed:
@@ -259,7 +258,7 @@ class Unit:
         their memory in case they do not."""
         if self.step is None:
             return
-        with outside_transforms() if transforms_are_active() else NOTHING:
+        with outside_transforms():
             for group in [*self.groups, *self.borrowed] if self.role is None else self.role.select(False):
                 group.users.discard(id(self))
                 if not group.users:
@@ -314,7 +313,7 @@ class Unit:
 
     def reduce(self, group: ParamGroup, settings: UnitSettings, at_end: bool = False) -> None:
         """Reduce the gradients of `group` that exist; at the end of backward also those that `settings` ask for."""
-        with outside_transforms() if transforms_are_active() else NOTHING:
+        with outside_transforms():
             assert self.step is not None
             in_flight = self.step.reductions
             if group.roles.replicate_group is not None and settings.requires_all_reduce:
