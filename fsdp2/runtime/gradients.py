@@ -73,7 +73,7 @@ class Gradients:
         self._is_plain = all(param.geometry.as_is and param.plan.specs.inner_mesh is None for param in params)
         # By which gradients and which partial ones there are, and the sharded parameters' `grad_dtype`.
         self._plans: dict[_Key, list[ReductionPlan]] = {}
-        self.forget_plans()
+        self._sharded = [param.sharded for param in params]
 
     # --- who is trained ----------------------------------------------------------------------------------------------
 
