@@ -17,8 +17,7 @@ import fsdp2.comm
 from benchmarks.gpu.groups import BACKEND
 from benchmarks.gpu.model import Llama, Shape, loss_of
 from fsdp2.comm.base import Comm
-from fsdp2.comm.flat import FlatComm
-from fsdp2.comm.nccl import NcclComm
+from fsdp2.comm.flat import FlatComm, NcclComm
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
-"""How a unit's operands are communicated: the `Comm` protocol and its implementations. Layer: comm."""
+"""How a unit's operands are communicated: the `Comm` interface and its implementations. Layer: comm."""
 
 import torch
 import torch.distributed as dist
 
 from fsdp2.comm.base import Comm
-from fsdp2.comm.flat import FlatComm
+from fsdp2.comm.flat import FlatComm, NcclComm
 from fsdp2.comm.gloo import GlooComm
-from fsdp2.comm.nccl import NcclComm
 
 __all__ = ["COMMS", "comm_for"]
 

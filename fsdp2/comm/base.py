@@ -1,9 +1,9 @@
-"""The `Comm` protocol: how a unit's operands are communicated. Layer: comm.
+"""The `Comm` interface: how a unit's operands are communicated. Layer: comm.
 
-A unit passes *operands*: flat tensors in which each rank owns one contiguous range. The runtime defines what a range
-means (a parameter's rows on the direct lane, one rank's segment of a packed buffer), so an implementation only moves
-bytes and sums. Every rank of the group starts the same collectives with operands of the same sizes in the same order.
-Picture for two ranks, ``|`` between the ranges::
+An *operand* is a flat tensor in which each rank owns one contiguous range. The runtime defines what a range means: on
+the direct lane a parameter's rows, in a packed buffer one rank's segment. An implementation only moves bytes and sums.
+Every rank of the group starts the same collectives with operands of the same sizes in the same order. For two ranks,
+with ``|`` between the ranges::
 
     all_gather       rank 0  [a0 |  .]   ->  [a0 | b1]      in place: a rank's own range is filled before the start
                      rank 1  [ . | b1]   ->  [a0 | b1]
@@ -11,16 +11,14 @@ Picture for two ranks, ``|`` between the ranges::
                      rank 1  [h0 | h1]   ->  [g1 + h1]
 
 A collective is *planned* once, with all that does not change, and started in each step. An all-gather always fills the
-same tensors; a reduction is given others each time.
-
-A reduce-scatter's sources may have a narrower dtype than its outputs. Then the rows are sent in that dtype, and summed
-and divided in the outputs' dtype: half the bytes on the wire, and only the rows are rounded. See `comm.wire`.
+same tensors; a reduction is given others each time. Sources of a reduce-scatter may have a narrower dtype than the
+outputs, in which they are then summed and divided: see `comm.wire`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from operator import methodcaller
 from typing import Any, NamedTuple, Protocol
@@ -70,10 +68,10 @@ class What:
     group: dist.ProcessGroup
     device: torch.device
 
-    @property
+    @cached_property
     def tag(self) -> int:
-        """The same number on all ranks, and another one for another unit, kind or size. Where messages can carry it,
-        those of different collectives do not meet."""
+        """Identifies unit, kind and size; equal on all ranks. Backends with tagged messages use it so that mismatched
+        collectives do not pair up."""
         return hash_of(self.kind, self.fqn, self.numel, self.nbytes, str(self.dtype))
 
 
@@ -98,12 +96,14 @@ class Collective:
     wait: Callable[[Any], None]
 
 
+_wait: Callable[[Pending], None] = methodcaller("wait")
+
+
 class PlannedGather(Collective):
     """The all-gather of `operands` that `comm` has planned, as one call."""
 
     def __init__(self, comm: "Comm", operands: Sequence[Operand], call: Callable[[], Pending]):
-        self.comm = comm
-        self.operands = operands
+        self.comm, self.operands = comm, operands
         self.start, self.wait = call, _wait
 
 
@@ -111,8 +111,7 @@ class PlannedReduction(Collective):
     """A reduction as one call, with sources and outputs, and a division of the outputs."""
 
     def __init__(self, call: Callable[[Tensors, Tensors], Pending], divisor: int):
-        self.start = call if divisor == 1 else partial(_Divided, call, divisor)
-        self.wait = _wait
+        self.start, self.wait = call if divisor == 1 else partial(_Divided, call, divisor), _wait
 
 
 class _Divided:
@@ -126,9 +125,6 @@ class _Divided:
         self._pending.wait()
         for output in self._outputs:
             output.div_(self._divisor)
-
-
-_wait: Callable[[Pending], None] = methodcaller("wait")
 
 
 class Comm(ABC):
@@ -158,9 +154,6 @@ class Comm(ABC):
         """The lane of its gradient in a reduce-scatter."""
         return choose_lane(layout, itemsize, self.scatter_direct_min_bytes, self.direct_allows_uneven)
 
-    def release(self) -> None:  # noqa: B027 - most keep nothing
-        """Free the memory that is kept for later calls."""
-
     @abstractmethod
     def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
         """Fills every operand from all ranks; the caller fills its own range before each start."""
@@ -177,7 +170,7 @@ class Comm(ABC):
         return PlannedReduction(call, what.group.size() if average and not native else 1)
 
 
-def _all_reduce(op: Any, group: dist.ProcessGroup, sources: Tensors, outputs: Tensors) -> Any:
+def _all_reduce(op: Any, group: dist.ProcessGroup, sources: Tensors, _outputs: Tensors) -> Any:
     return dist.all_reduce(sources[0], op, group, async_op=True)
 
 
@@ -202,8 +195,7 @@ class Reported(Collective):
     """`planned`, seen by those who watch, with its events."""
 
     def __init__(self, planned: Collective, what: What):
-        self.inner = wrapped(planned, what)
-        self.what = what
+        self.inner, self.what = wrapped(planned, what), what
         kind, fqn = what.kind, what.fqn or ""
         self._event = kind, fqn, what.numel, what.nbytes, what.dtype, what.group.size()
         self._waits, self._done = (f"{kind}_wait", fqn), (f"{kind}_done", fqn)

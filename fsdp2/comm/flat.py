@@ -1,6 +1,8 @@
-"""`FlatComm`: one flat all-gather and one flat reduce-scatter per unit; any backend. Layer: comm.
+"""The backend's own collectives, one call for a unit: `FlatComm` for any backend, `NcclComm` for NCCL. Layer: comm.
 
-Everything takes the packed lane, so there is exactly one operand of equal ranges.
+NCCL's are coalesced: it was run with ranks that share a GPU (`tests/gpu/nccl.py`), where no time means anything. Not
+confirmed: the threshold between the lanes, and that an exchange of narrow rows (`comm.wire`) is faster than a
+reduce-scatter of wide ones.
 """
 
 from collections.abc import Sequence
@@ -16,24 +18,58 @@ from fsdp2.comm.wire import WideReduceScatter
 
 
 class FlatComm(Comm):
-    """The backend's own flat collectives."""
+    """One flat collective. Everything takes the packed lane, so there is exactly one operand of equal ranges."""
 
     def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
         (operand,) = operands
         pair = operand.full, operand.row(what.group.rank())
         output, source = map(torch.view_as_real, pair) if operand.full.is_complex() else pair
-        return PlannedGather(
-            self, operands, partial(collective_of(what.group, "all_gather_single"), output, source, GATHER_OPTIONS)
-        )
+        call = partial(collective_of(what.group, "all_gather_single"), output, source, GATHER_OPTIONS)
+        return PlannedGather(self, operands, call)
 
     def plan_reduce_scatter(self, bounds: list[Bounds], what: What, dtype: torch.dtype, average: bool) -> Collective:
         divisor = what.group.size() if average else 1
         if dtype != what.dtype:
             return PlannedReduction(partial(WideReduceScatter, what.group), divisor)
-        options = scatter_options(dist.ReduceOp.SUM)
-        return PlannedReduction(partial(_scatter, collective_of(what.group, "reduce_scatter_single"), options), divisor)
+        options = scatter_options(dist.ReduceOp.AVG if average and self.has_average else dist.ReduceOp.SUM)
+        return PlannedReduction(self._scatter(what.group, options), 1 if self.has_average else divisor)
+
+    def _scatter(self, group: dist.ProcessGroup, options: Any) -> Any:
+        return partial(_scatter, collective_of(group, "reduce_scatter_single"), options)
+
+
+class NcclComm(FlatComm):
+    """Coalesced collectives, straight into and out of the parameters. The gather is in place: the input is this rank's
+    range of the output, which NCCL detects and does not copy."""
+
+    direct_min_bytes = 256 * 1024
+    has_average = True
+
+    def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
+        outputs = [_as_numbers(operand.full) for operand in operands]
+        sources = [_as_numbers(operand.row(what.group.rank())) for operand in operands]
+        call = partial(collective_of(what.group, "all_gather_single_coalesced"), outputs, sources)
+        return PlannedGather(self, operands, call)
+
+    def _scatter(self, group: dist.ProcessGroup, options: Any) -> Any:
+        return partial(_scatter_coalesced, collective_of(group, "reduce_scatter_single_coalesced"), options)
 
 
 def _scatter(method: Any, options: Any, sources: Tensors, outputs: Tensors) -> Any:
-    (source,), (output,) = sources, outputs
-    return method(output, source, options)
+    return method(outputs[0], sources[0], options)
+
+
+def _scatter_coalesced(method: Any, options: Any, sources: Tensors, outputs: Tensors) -> Any:
+    return method(list(map(_as_real, outputs)), list(map(_as_real, sources)), options)
+
+
+# What NCCL has no type for; torch has more, which nobody trains with (`ncclDataType` in its NCCLUtils.hpp).
+_OTHERS = frozenset((torch.complex64, torch.complex128, torch.int16, torch.uint16, torch.uint32, torch.uint64))
+
+
+def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype in _OTHERS else tensor
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(tensor.dtype.to_real()) if tensor.is_complex() else tensor

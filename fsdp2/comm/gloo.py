@@ -1,13 +1,12 @@
 """`GlooComm`: point-to-point messages straight into the destination's rows. Layer: comm.
 
-gloo's own all-gather and reduce-scatter stage their data and take up to twice as long (its reduce-scatter is slower
-than its all-reduce), see docs/decisions/gloo.md. Here each rank sends its range to every other rank and receives theirs
-in place; in a reduce-scatter it receives the others' data for its range and sums in rank order, so that the result does
-not depend on the order of arrival.
+Each rank sends every other rank its range, and receives theirs in place. In a reduce-scatter it receives the others'
+data for its range, and sums in rank order, whatever the order of arrival. gloo's own collectives stage their data and
+take up to twice as long: docs/decisions/gloo.md.
 
-A message's tag says of which unit and operation it is. So ranks that run units in a different order do not receive
-each other's weights: what they wait for does not come, which the watchdog reports. Several messages may be in flight at
-once; those of one tag are issued in the same order on every rank.
+A message's tag says of which unit and operation it is. Ranks that run units in a different order so wait for messages
+that do not come, which the watchdog reports, and never take each other's weights. Messages of one tag are issued in the
+same order on every rank, and several may be in flight.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,36 +23,27 @@ from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, PlannedG
 from fsdp2.comm.wire import sum_rows
 
 _WHOLE_BYTES = 64 * 1024  # of an all-reduce: below, the second round of messages costs more than the bytes
+_KEPT_BUFFERS = 4
 
 Message = tuple[Callable[[list[torch.Tensor], int, int], dist.Work], list[torch.Tensor], int, int]
 
 
 class ScratchPool:
-    """Reusable receive buffers: a fresh large CPU tensor causes page faults that cost about as much as the copy into
-    it.
+    """Reusable receive buffers: the page faults of a fresh large CPU tensor cost about as much as the copy into it. A
+    buffer belongs to its user until it is returned; the pool keeps the few largest."""
 
-    A buffer belongs to its user until it is returned; the pool keeps the few largest.
-    """
-
-    def __init__(self, max_kept: int = 4):
-        self.free: list[torch.Tensor] = []
-        self.max_kept = max_kept
+    def __init__(self) -> None:
+        self.free: list[torch.Tensor] = []  # by size
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of at least `nbytes`: the smallest free one that is large enough, otherwise a new one."""
-        if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
-        fitting = [index for index, buffer in enumerate(self.free) if buffer.numel() >= nbytes]
-        if not fitting:
-            return torch.empty(nbytes, dtype=torch.uint8)
-        return self.free.pop(min(fitting, key=lambda index: self.free[index].numel()))
+        fitting = next((index for index, buffer in enumerate(self.free) if buffer.numel() >= nbytes), None)
+        return torch.empty(nbytes, dtype=torch.uint8) if fitting is None or not nbytes else self.free.pop(fitting)
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Let the next caller use `buffer`."""
         if buffer.numel():
-            self.free.append(buffer)
-        self.free.sort(key=torch.Tensor.numel)
-        del self.free[: -self.max_kept]
+            self.free = sorted([*self.free, buffer], key=torch.Tensor.numel)[-_KEPT_BUFFERS:]
 
 
 def _calls(group: dist.ProcessGroup, received: Sequence[Tensors], sent: Sequence[Tensors], tag: int) -> list[Message]:
@@ -114,37 +104,32 @@ class Messages:
             keep_unwaited(self.works, self.group)
 
 
-class SumInRankOrder:
-    """A reduce-scatter, whose rows are summed when all have arrived; called to start it.
+def _sizes(bounds: Bounds) -> list[int]:
+    return [end - start for start, end in pairwise(bounds)]
 
-    The first row is received directly in the output if it has the output's dtype, so two ranks need no other memory."""
 
-    def __init__(self, pool: ScratchPool, bounds: list[Bounds], what: What, is_narrow: bool):
-        self._pool = pool
-        self._group = what.group
-        self._tag = what.tag
-        self._rank, self._size = what.group.rank(), what.group.size()
-        self._sizes = [_sizes(each) for each in bounds]
-        self._in_place = not is_narrow
-        self._spare = self._size - 1 - self._in_place  # receive buffers for each operand
-
-    def __call__(self, sources: Tensors, outputs: Tensors) -> Pending:
-        if self._size == 1:
-            foreach_copy(outputs, sources)
-            return Messages(self._group, [])
-        sent = [source.split_with_sizes(sizes) for source, sizes in zip(sources, self._sizes, strict=True)]
-        nbytes = [rows[self._rank].nbytes * self._spare for rows in sent]
-        buffer = self._pool.take(sum(nbytes))
-        received, offset = [], 0
-        for rows, output, size in zip(sent, outputs, nbytes, strict=True):
-            into = [output] if self._in_place else []
-            if size:
-                into += buffer[offset : offset + size].view(rows[0].dtype).chunk(self._spare)
-            into[self._rank : self._rank] = [rows[self._rank]]
-            received.append(into if output.numel() else [output] * self._size)
-            offset += size
-        finish = partial(_sum, self._pool, buffer, received, outputs)
-        return Messages(self._group, _calls(self._group, received, sent, self._tag), finish)
+def _start_sum(
+    pool: ScratchPool, what: What, sizes: Sequence[Sequence[int]], in_place: bool, sources: Tensors, outputs: Tensors
+) -> Pending:
+    """Start a reduce-scatter, whose rows are summed when all have arrived. `in_place`: the first row is received in the
+    output, which has its dtype, so two ranks need no other memory."""
+    group, rank, num_ranks = what.group, what.group.rank(), what.group.size()
+    if num_ranks == 1:
+        foreach_copy(outputs, sources)
+        return Messages(group, [])
+    spare = num_ranks - 1 - in_place  # receive buffers for each operand
+    sent = [source.split_with_sizes(each) for source, each in zip(sources, sizes, strict=True)]
+    nbytes = [rows[rank].nbytes * spare for rows in sent]
+    buffer = pool.take(sum(nbytes))
+    received, offset = [], 0
+    for rows, output, size in zip(sent, outputs, nbytes, strict=True):
+        into = [output] if in_place else []
+        if size:
+            into += buffer[offset : offset + size].view(rows[0].dtype).chunk(spare)
+        into[rank:rank] = [rows[rank]]
+        received.append(into if output.numel() else [output] * num_ranks)
+        offset += size
+    return Messages(group, _calls(group, received, sent, what.tag), partial(_sum, pool, buffer, received, outputs))
 
 
 def _sum(pool: ScratchPool, buffer: torch.Tensor, received: Sequence[Tensors], outputs: Tensors) -> None:
@@ -154,8 +139,19 @@ def _sum(pool: ScratchPool, buffer: torch.Tensor, received: Sequence[Tensors], o
     pool.give_back(buffer)
 
 
-def _sizes(bounds: Bounds) -> list[int]:
-    return [end - start for start, end in pairwise(bounds)]
+def _reduce_whole(pool: ScratchPool, what: What, sources: Tensors, outputs: Tensors) -> Pending:
+    """Start an all-reduce in which each rank sends all it has to every other one."""
+    flat, group = sources[0].view(-1), what.group
+    rank, size = group.rank(), group.size()
+    spare = size if rank > 1 else size - 1
+    buffer = pool.take(spare * flat.nbytes)
+    rows = list(buffer[: spare * flat.nbytes].view(flat.dtype).chunk(spare)) if flat.numel() else [flat] * spare
+    if rank <= 1:
+        rows[rank:rank] = [flat]
+    else:
+        rows[rank].copy_(flat)  # the sum of the first two ranks is written over `flat` before it is added
+    calls = _calls(group, [rows], [[flat] * size], what.tag)
+    return Messages(group, calls, partial(_sum, pool, buffer, [rows], [flat]))
 
 
 class ReducedThenGathered:
@@ -188,19 +184,14 @@ class GlooComm(Comm):
     def __init__(self) -> None:
         self.pool = ScratchPool()
 
-    def release(self) -> None:
-        self.pool.free.clear()
-
     def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
         rows = [full.split_with_sizes(_sizes(bounds)) for full, bounds in operands]
         mine = [[each[what.group.rank()]] * len(each) for each in rows]
-        calls = _calls(what.group, rows, mine, what.tag)
-        return PlannedGather(self, operands, partial(Messages, what.group, calls))
+        return PlannedGather(self, operands, partial(Messages, what.group, _calls(what.group, rows, mine, what.tag)))
 
     def plan_reduce_scatter(self, bounds: list[Bounds], what: What, dtype: torch.dtype, average: bool) -> Collective:
-        size = what.group.size()
-        call = SumInRankOrder(self.pool, bounds, what, dtype != what.dtype)
-        return PlannedReduction(call, size if average else 1)
+        call = partial(_start_sum, self.pool, what, list(map(_sizes, bounds)), dtype == what.dtype)
+        return PlannedReduction(call, what.group.size() if average else 1)
 
     def plan_all_reduce(self, what: What, average: bool) -> Collective:
         """In messages too, so that they say what they are: gloo's own all-reduce adds whatever the other ranks reduce
@@ -209,18 +200,5 @@ class GlooComm(Comm):
         if size == 1:
             return super().plan_all_reduce(what, average)
         is_large = size > 2 and what.nbytes > _WHOLE_BYTES
-        call = partial(ReducedThenGathered, self, what) if is_large else partial(self._reduce_whole, what)
+        call = partial(ReducedThenGathered, self, what) if is_large else partial(_reduce_whole, self.pool, what)
         return PlannedReduction(call, size if average else 1)
-
-    def _reduce_whole(self, what: What, sources: Tensors, outputs: Tensors) -> Pending:
-        flat, group = sources[0].view(-1), what.group
-        rank, size = group.rank(), group.size()
-        spare = size if rank > 1 else size - 1
-        buffer = self.pool.take(spare * flat.nbytes)
-        rows = list(buffer[: spare * flat.nbytes].view(flat.dtype).chunk(spare)) if flat.numel() else [flat] * spare
-        if rank <= 1:
-            rows[rank:rank] = [flat]
-        else:
-            rows[rank].copy_(flat)  # the sum of the first two ranks is written over `flat` before it is added
-        calls = _calls(group, [rows], [[flat] * size], what.tag)
-        return Messages(group, calls, partial(_sum, self.pool, buffer, [rows], [flat]))

@@ -22,8 +22,8 @@ from fsdp2 import events
 from fsdp2._torch import parameter_slots
 from fsdp2._torch.plan import FAKE_ERRORS, FakeTensorMode, MemoryMode, buffer_slots
 from fsdp2._torch.shared import group_named
+from fsdp2.comm.flat import NcclComm
 from fsdp2.comm.gloo import GlooComm
-from fsdp2.comm.nccl import NcclComm
 from fsdp2.errors import UnsupportedError
 from fsdp2.extras.activations import offload_activations
 from fsdp2.extras.offload import standing_for_host

@@ -14,9 +14,8 @@ from fsdp2 import fully_shard
 from fsdp2._torch.extras import all_gather_flat, reduce_scatter_flat
 from fsdp2.comm.base import Operand
 from fsdp2.comm.custom import AllGather, ReduceScatter
-from fsdp2.comm.flat import FlatComm
+from fsdp2.comm.flat import FlatComm, NcclComm
 from fsdp2.comm.gloo import GlooComm
-from fsdp2.comm.nccl import NcclComm
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.extras.comm_memory import FlatAllGather, FlatReduceScatter, GroupMemory, SymmetricMemory
 from fsdp2.extras.custom_comm import CustomComm

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, ZeroPolicy, comm
-from fsdp2.comm.nccl import NcclComm
+from fsdp2.comm.flat import NcclComm
 from tests.device import lagging
 from tests.device.ranks import DEVICE, late
 from tests.helpers.extensions import InPieces

@@ -19,8 +19,8 @@ import fsdp2.checkpoint.run.background as background
 import fsdp2.comm
 from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, fully_shard
 from fsdp2.comm import gloo
+from fsdp2.comm.flat import NcclComm
 from fsdp2.comm.gloo import GlooComm
-from fsdp2.comm.nccl import NcclComm
 from tests.helpers.extensions import InPieces
 from tests.races.detector import Detector, detecting
 from tests.races.nets import Look, Recomputed, batch, customise, mesh_of, net, results, sharded, step, trained

@@ -111,7 +111,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("watch.trail",),
     ("watch",),
     ("comm",),
-    ("comm.flat", "comm.gloo", "comm.nccl"),
+    ("comm.flat", "comm.gloo"),
     ("comm.custom", "comm.groups", "comm.wire"),
     ("comm.base", "comm.scaling"),
     ("specs",),
