@@ -39,6 +39,7 @@ from fsdp2.extras.full_params import full_params
 from fsdp2.extras.joint_step import agree_on_step
 from fsdp2.extras.offload import Offload
 from fsdp2.extras.optional import OptionalPolicy
+from fsdp2.extras.spmd import DataParallelMeshDims
 from fsdp2.extras.tiles import tile
 from fsdp2.extras.zero import ZeroPolicy
 from fsdp2.init import allocation as _allocation  # noqa: F401  # memory for units on the meta device
@@ -65,7 +66,6 @@ from fsdp2.optim import (
 )
 from fsdp2.policies import (
     CPUOffloadPolicy,
-    DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )

@@ -19,17 +19,15 @@ from fsdp2.arguments import (
     Placing,
     check_options,
     chosen_features,
-    own_mesh_dims,
     own_offload_policy,
     own_precision_policy,
     parameter_set,
     roles_for,
 )
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
-from fsdp2.mesh import MeshRoles
+from fsdp2.mesh import MeshDims, MeshRoles
 from fsdp2.module import FSDPModule, check_names, swapped_class
 from fsdp2.policies import (
-    DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     Sharding,
@@ -58,7 +56,7 @@ class Options(TypedDict, total=False):
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     ignored_params: set[nn.Parameter] | None
-    dp_mesh_dims: DataParallelMeshDims | None
+    dp_mesh_dims: MeshDims | None
     zero: Sharding | None
     optional: object
 
@@ -78,7 +76,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = _FULL_PRECISION,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
+    dp_mesh_dims: MeshDims | None = None,
     zero: Sharding | None = None,
     optional: object = False,
 ) -> Any:
@@ -108,8 +106,8 @@ def fully_shard(
         offload_policy: `CPUOffloadPolicy` keeps sharded parameters, gradients and optimizer state in host memory;
             `Offload` some of them.
         ignored_params: parameters that are not sharded, moved or reduced.
-        dp_mesh_dims: the data-parallel axes of `mesh`, which is then the full SPMD mesh on which all parameters are
-            DTensors. Replicate axes alone shard nothing.
+        dp_mesh_dims: a `DataParallelMeshDims`: the data-parallel axes of `mesh`, which is then the full SPMD mesh on
+            which all parameters are DTensors. Replicate axes alone shard nothing.
         zero: what is sharded and when, as a stage of ZeRO: a `ZeroPolicy`.
         optional: some ranks may not run `module` in a forward: True, or an `OptionalPolicy` that says how. The same
             holds for units below `module`. Not for the root.
@@ -134,13 +132,11 @@ def fully_shard(
     """
     modules = _check_modules(module)
     check_options(mesh, shard_placement_fn)
-    precision, ignored, dims = (
-        own_precision_policy(mp_policy),
-        parameter_set(ignored_params),
-        own_mesh_dims(dp_mesh_dims),
+    precision, ignored = own_precision_policy(mp_policy), parameter_set(ignored_params)
+    features = chosen_features(
+        optional=optional, zero=zero is not None and zero, dp_mesh_dims=dp_mesh_dims is not None and dp_mesh_dims
     )
-    features = chosen_features(optional=optional, zero=zero is not None and zero)
-    zero = features.pop("zero", None)
+    zero, dims = features.pop("zero", None), features.pop("dp_mesh_dims", None)
     roles = roles_for(mesh, dims, zero)
     offload = own_offload_policy(offload_policy, roles.device)
     wanted = reshard_after_forward if zero is None else zero.reshard_after_forward(reshard_after_forward)
@@ -297,7 +293,7 @@ def _check_reshard(value: bool | int | None, roles: MeshRoles) -> bool | int | N
     if not isinstance(value, int):
         raise ArgumentError(f"reshard_after_forward: expected a bool, an int or None, got {value!r}")
     if value < 1 or roles.shard_size % value != 0:
-        error = ArgumentError if roles.full_mesh is None else UnsupportedError  # torch has no such mesh there
+        error = ArgumentError if roles.own_specs is None else UnsupportedError  # torch has no such mesh there
         raise error(
             f"reshard_after_forward: expected a divisor of the shard axis' size {roles.shard_size}, got {value}"
         )

@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2._torch import local_tensor
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
-from fsdp2.mesh import MeshRoles, ShardPlacementResult, default_mesh, roles_from_dims, roles_of
+from fsdp2.mesh import MeshDims, MeshRoles, ShardPlacementResult, default_mesh, roles_of
 from fsdp2.policies import (
     CPUOffloadPolicy,
-    DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     Sharding,
@@ -40,9 +39,9 @@ _UNSET = object()
 def check_options(mesh: object, shard_placement_fn: object) -> None:
     """Check the types of the arguments that are not checked elsewhere."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise _unfit("mesh", "a DeviceMesh or None", mesh, 'Make one: init_device_mesh("cuda", (world_size,)).')
+        raise unfit("mesh", "a DeviceMesh or None", mesh, 'Make one: init_device_mesh("cuda", (world_size,)).')
     if shard_placement_fn is not None and not callable(shard_placement_fn):
-        raise _unfit("shard_placement_fn", "a function of a parameter, or None", shard_placement_fn)
+        raise unfit("shard_placement_fn", "a function of a parameter, or None", shard_placement_fn)
 
 
 def own_precision_policy(policy: Any) -> MixedPrecisionPolicy:
@@ -52,7 +51,7 @@ def own_precision_policy(policy: Any) -> MixedPrecisionPolicy:
     lacking = [name for name in _TORCHS_PRECISION if getattr(policy, name, _UNSET) is _UNSET]
     if lacking or isinstance(policy, type):
         hint = f"Pass MixedPrecisionPolicy(param_dtype={policy})." if isinstance(policy, torch.dtype) else ""
-        raise _unfit("mp_policy", "a MixedPrecisionPolicy", policy, hint)
+        raise unfit("mp_policy", "a MixedPrecisionPolicy", policy, hint)
     names = [each.name for each in fields(MixedPrecisionPolicy)]
     given: dict[str, Any] = {name: value for name in names if (value := getattr(policy, name, _UNSET)) is not _UNSET}
     return MixedPrecisionPolicy(**given)
@@ -66,7 +65,7 @@ def own_offload_policy(policy: Any, device: torch.device) -> OffloadPolicy:
     elif policy is None or isinstance(policy, _TorchOffloadPolicy):
         policy = OffloadPolicy()
     if not isinstance(policy, OffloadPolicy):
-        raise _unfit("offload_policy", "an OffloadPolicy", policy, "Pass CPUOffloadPolicy() to offload.")
+        raise unfit("offload_policy", "an OffloadPolicy", policy, "Pass CPUOffloadPolicy() to offload.")
     if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
         raise UnsupportedError(
             f"CPUOffloadPolicy: got pin_memory=True on {device}, and memory is pinned for an accelerator, which this "
@@ -83,30 +82,21 @@ def chosen_features(**options: Any) -> dict[str, Any]:
     return {name: hooks.options[name](value) for name, value in chosen.items()}
 
 
-def own_mesh_dims(dims: Any) -> DataParallelMeshDims | None:
-    """`dims` as ours, or None; torch's own are accepted."""
-    if dims is None or isinstance(dims, DataParallelMeshDims):
-        return dims
-    if getattr(dims, "shard", _UNSET) is _UNSET or getattr(dims, "replicate", _UNSET) is _UNSET:
-        hint = f"Pass DataParallelMeshDims(shard={dims!r})." if isinstance(dims, (str, tuple)) else ""
-        raise _unfit("dp_mesh_dims", "a DataParallelMeshDims or None", dims, hint)
-    return DataParallelMeshDims(dims.shard, dims.replicate)
-
-
 def parameter_set(params: Any) -> set[nn.Parameter]:
     """`ignored_params` as a set, from any collection of parameters. (Names, for example, would have no effect.)"""
     if params is None:
         return set()
     if isinstance(params, (str, torch.Tensor, nn.Module)) or not isinstance(params, Iterable):
-        raise _unfit("ignored_params", "a set of parameters", params)
+        raise unfit("ignored_params", "a set of parameters", params)
     found = set(params)
     for each in found:
         if not isinstance(each, nn.Parameter):
-            raise _unfit("ignored_params", "a set of parameters", each, "Pass the parameters: {model.head.weight}.")
+            raise unfit("ignored_params", "a set of parameters", each, "Pass the parameters: {model.head.weight}.")
     return found
 
 
-def _unfit(name: str, expected: str, got: object, hint: str = "") -> ArgumentError:
+def unfit(name: str, expected: str, got: object, hint: str = "") -> ArgumentError:
+    """The error for an argument of `fully_shard`."""
     what = f"a tensor of shape {tuple(got.shape)}" if isinstance(got, torch.Tensor) else repr(got)
     text = f"fully_shard: {name}: expected {expected}, got {what}"
     return ArgumentError(f"{text}. {hint}" if hint else text)
@@ -115,11 +105,11 @@ def _unfit(name: str, expected: str, got: object, hint: str = "") -> ArgumentErr
 # --- one unit ---------------------------------------------------------------------------------------------------------
 
 
-def roles_for(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, zero: Sharding | None) -> MeshRoles:
+def roles_for(mesh: DeviceMesh | None, dims: MeshDims | None, zero: Sharding | None) -> MeshRoles:
     """The roles that the arguments of `fully_shard` give to the axes of the mesh; creates the mesh if there is none."""
     mesh = mesh if zero is None else zero.mesh(mesh)
     mesh = default_mesh() if mesh is None else mesh
-    roles = roles_of(mesh) if dims is None else roles_from_dims(mesh, dims)
+    roles = roles_of(mesh) if dims is None else dims.roles(mesh)
     return roles if zero is None else zero.roles(roles)
 
 
@@ -225,6 +215,6 @@ def _roles_of_info(info: Any) -> MeshRoles:
     """The roles in an `FSDPMeshInfo`, the object that names the mesh in torch's `ShardPlacementResult`. Its class is
     private in torch; torchtitan passes such objects for experts."""
     if getattr(info, "dp_mesh_dims", None) is not None:
-        dims = info.dp_mesh_dims
-        return roles_from_dims(info.spmd_mesh, DataParallelMeshDims(dims.shard, dims.replicate))
+        roles: MeshRoles = chosen_features(dp_mesh_dims=info.dp_mesh_dims)["dp_mesh_dims"].roles(info.spmd_mesh)
+        return roles
     return MeshRoles(info.mesh, replicate_axis=info.replicate_mesh_dim, shard_axis=info.shard_mesh_dim)

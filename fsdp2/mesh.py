@@ -5,13 +5,14 @@ mesh                   axes                         this is
 =====================  ===========================  ==========================================
 1-D                    shard                        FSDP
 2-D                    replicate, shard (in order)  HSDP
-`dp_mesh_dims`         any, by their names          the same beside model-parallel axes
 replicate axes alone   replicate                    DDP-like: whole parameters, one all-reduce
 =====================  ===========================  ==========================================
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, ClassVar
 from warnings import warn
 from weakref import WeakKeyDictionary
 
@@ -20,9 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fsdp2._torch import concatenate_meshes, flatten_mesh, new_group_of, real_tensors
+from fsdp2._torch import flatten_mesh, new_group_of, real_tensors
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
-from fsdp2.policies import DataParallelMeshDims
 
 # Meshes to which units reshard after forward, by the default process group, the mesh that they were created from and
 # the size. Creating one creates process groups, which all units of that mesh share. (After `destroy_process_group` an
@@ -43,6 +43,14 @@ class ShardPlacementResult:
     mesh: DeviceMesh | None = None
 
 
+class MeshDims(ABC):
+    """The base class of `DataParallelMeshDims`: which axes of a mesh are data parallel."""
+
+    @abstractmethod
+    def roles(self, mesh: DeviceMesh) -> "MeshRoles":
+        """The roles of these axes of `mesh`."""
+
+
 @dataclass(frozen=True)
 class Axis:
     """The ranks along one axis of a mesh, including this rank."""
@@ -60,8 +68,7 @@ class MeshRoles:
         mesh: the data-parallel axes alone.
         sharded_replicas: the sharded parameters (but not those gathered in forward) are split over the replicate axis
             too.
-        full_mesh: the whole SPMD mesh, if `dp_mesh_dims` chose axes of it.
-        shard_names, replicate_names: the names of these axes in `full_mesh`.
+        own_specs: makes the specs of parameters, in place of `specs_of`, from FQN, parameter and dim.
         flat: without a shard axis, the 1-D mesh of all ranks of `mesh`, over which gradients are reduced.
     """
 
@@ -69,10 +76,8 @@ class MeshRoles:
     replicate_axis: int | None
     shard_axis: int | None
     sharded_replicas: bool = False
-    full_mesh: DeviceMesh | None = None
-    shard_names: tuple[str, ...] = ()
-    replicate_names: tuple[str, ...] = ()
     flat: DeviceMesh | None = None
+    own_specs: ClassVar[Any] = None
 
     @cached_property
     def shard_size(self) -> int:
@@ -208,38 +213,6 @@ def roles_of(mesh: DeviceMesh) -> MeshRoles:
             stacklevel=4,
         )
     return MeshRoles(mesh, replicate_axis=0, shard_axis=1)
-
-
-def roles_from_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshRoles:
-    """The roles of those axes of a full SPMD mesh that `dims` names. Several axes of one role are flattened to one. The
-    first call creates a process group for them, so every rank of the mesh must make it.
-
-    Raises:
-        ArgumentError: `dims` names nothing, or an axis that `mesh` does not have.
-        UnsupportedError: an axis has its ranks in another order than its process group.
-    """
-    shard, replicate = dims.shard_names, dims.replicate_names
-    if not shard and not replicate:
-        raise ArgumentError("dp_mesh_dims: expected the names of shard axes, of replicate axes, or both; got neither")
-    if mesh.mesh_dim_names is None:
-        raise ArgumentError(f"dp_mesh_dims: the mesh has no mesh_dim_names, so its axes cannot be named: {mesh}")
-    both = set(shard) & set(replicate)
-    if both:
-        raise ArgumentError(f"dp_mesh_dims: an axis either shards or replicates, got both for {sorted(both)}")
-    for name in (*shard, *replicate):
-        if name not in mesh.mesh_dim_names:
-            raise ArgumentError(f"dp_mesh_dims: no axis is named '{name}'; the mesh has {mesh.mesh_dim_names}")
-    parts = [flatten_mesh(mesh[names]) for names in (replicate, shard) if names]
-    if shard:
-        check_order(parts[-1], 0)
-    return MeshRoles(
-        parts[0] if len(parts) == 1 else concatenate_meshes(parts),
-        replicate_axis=0 if replicate else None,
-        shard_axis=len(parts) - 1 if shard else None,
-        full_mesh=mesh,
-        shard_names=shard,
-        replicate_names=replicate,
-    )
 
 
 def check_order(mesh: DeviceMesh, axis: int) -> None:

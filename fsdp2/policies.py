@@ -124,35 +124,6 @@ class CPUOffloadPolicy(OffloadPolicy):
         return self.pin_memory
 
 
-@dataclass(frozen=True)
-class DataParallelMeshDims:
-    """Which axes of a full SPMD mesh are data parallel.
-
-    Attributes:
-        shard: name, or names, of the axes over which parameters are sharded.
-        replicate: name, or names, of the axes over which they are replicated.
-    """
-
-    shard: str | tuple[str, ...] | None = None
-    replicate: str | tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("shard", self.shard), ("replicate", self.replicate)):
-            names: Any = (value,) if isinstance(value, str) else () if value is None else value
-            if not isinstance(names, (tuple, list)) or not all(isinstance(each, str) for each in names):
-                raise ArgumentError(f"DataParallelMeshDims: {name}: expected names of axes or None, got {value!r}")
-
-    @property
-    def shard_names(self) -> tuple[str, ...]:
-        """The shard axes as a tuple, empty when there are none."""
-        return _as_names(self.shard)
-
-    @property
-    def replicate_names(self) -> tuple[str, ...]:
-        """The replicate axes as a tuple, empty when there are none."""
-        return _as_names(self.replicate)
-
-
 def _is_dtype(value: Any) -> bool:
     return isinstance(value, torch.dtype)
 
@@ -170,12 +141,6 @@ def _check_dtype(name: str, value: Any) -> None:
 def check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ArgumentError(f"{name}: expected a bool, got {value!r}")
-
-
-def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if names is None:
-        return ()
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 class Sharding:

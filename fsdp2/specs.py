@@ -6,8 +6,6 @@ the parameter was   unsharded it is                      sharded it is a DTensor
 a plain tensor      a plain tensor                       the data-parallel mesh
 a DTensor on a      that DTensor                         the data-parallel axes, then the model-parallel ones
 model-parallel mesh                                      (both submeshes of one mesh)
-a DTensor on the    that DTensor                         the same mesh; several shard axes are flattened to one
-full SPMD mesh
 ==================  ===================================  =====================================================
 
 If a model-parallel axis splits the same dim that we shard, it splits first, and we split its pieces. `_StridedShard`
@@ -92,12 +90,12 @@ def specs_of(fqn: str, param: torch.Tensor, dim: int, roles: MeshRoles) -> Param
     """The specs of `param`, to be sharded along `dim` on the axes of `roles`.
 
     Raises:
-        ArgumentError: a DTensor on another device type or on a mesh that does not go with `roles`; with
-            `dp_mesh_dims`, a plain tensor, a DTensor on another mesh, or one that is cut along a data-parallel axis.
+        ArgumentError: a DTensor on another device type or on a mesh that does not go with `roles`.
     """
     shape, stride = tuple(param.shape), dense_strides(param.shape, param.stride())
-    if roles.full_mesh is not None:
-        return _on_full_mesh(fqn, param, dim, roles)
+    if roles.own_specs is not None:
+        own: ParamSpecs = roles.own_specs(fqn, param, dim)
+        return own
     if not isinstance(param, DTensor):
         return ParamSpecs(roles.mesh, _data_placements(roles, dim, 1), shape, stride)
     inner = param.device_mesh
@@ -112,7 +110,7 @@ def specs_of(fqn: str, param: torch.Tensor, dim: int, roles: MeshRoles) -> Param
             f"{roles.mesh}. Make one mesh with all axes, e.g. init_device_mesh(device, (dp, tp), "
             'mesh_dim_names=("dp", "tp")), and pass mesh["dp"] and mesh["tp"].'
         )
-    placements = _data_placements(roles, dim, _cuts(param.placements, inner, dim))
+    placements = _data_placements(roles, dim, cuts_of(param.placements, inner, dim))
     joint = concatenate_meshes([roles.mesh, inner])
     return ParamSpecs(joint, (*placements, *param.placements), shape, stride, inner, param.placements)
 
@@ -128,66 +126,10 @@ def _data_placements(roles: MeshRoles, dim: int, cuts: int) -> tuple[Placement, 
     return tuple(placements)
 
 
-def _cuts(placements: Sequence[Placement], mesh: DeviceMesh, dim: int) -> int:
+def cuts_of(placements: Sequence[Placement], mesh: DeviceMesh, dim: int) -> int:
     """Into how many pieces `placements` split `dim`. (`_StridedShard` is not a `Shard` in every torch version.)"""
     return prod(
         mesh.size(axis)
         for axis, placement in enumerate(placements)
         if not placement.is_replicate() and not placement.is_partial() and getattr(placement, "dim", None) == dim
     )
-
-
-def _on_full_mesh(fqn: str, param: torch.Tensor, dim: int, roles: MeshRoles) -> ParamSpecs:
-    mesh = roles.full_mesh
-    assert mesh is not None and mesh.mesh_dim_names is not None
-    if not isinstance(param, DTensor):
-        raise ArgumentError(
-            f"'{fqn}' is a plain tensor; with dp_mesh_dims every parameter must be a DTensor on the full mesh {mesh} "
-            "(see torch.distributed.tensor.distribute_module)"
-        )
-    if param.device_mesh is not mesh:
-        raise ArgumentError(
-            f"'{fqn}' is a DTensor on {param.device_mesh}, not on the mesh that was passed to fully_shard: {mesh}"
-        )
-    names = mesh.mesh_dim_names
-    data_axes = [names.index(name) for name in (*roles.shard_names, *roles.replicate_names)]
-    for axis in data_axes:
-        if not param.placements[axis].is_replicate():
-            raise ArgumentError(
-                f"'{fqn}': expected Replicate() on the data-parallel axis '{names[axis]}', got placements "
-                f"{param.placements}"
-            )
-    shard_axes = [names.index(name) for name in roles.shard_names] if roles.shard_axis is not None else []
-    placements = list(param.placements)
-    for axis in shard_axes:
-        cuts = _cuts(param.placements[axis + 1 :], mesh[tuple(names[axis + 1 :])], dim) if axis + 1 < mesh.ndim else 1
-        placements[axis] = Shard(dim) if cuts == 1 else strided_shard(dim, cuts)
-    sharded_mesh, sharded_placements = mesh, placements
-    if len(shard_axes) > 1:
-        sharded_mesh, sharded_placements = _with_flat_axes(mesh, placements, roles, shard_axes[0])
-    return ParamSpecs(
-        sharded_mesh,
-        tuple(sharded_placements),
-        tuple(param.shape),
-        dense_strides(param.shape, param.stride()),
-        mesh,
-        param.placements,
-        frozenset(data_axes),
-    )
-
-
-def _with_flat_axes(
-    mesh: DeviceMesh, placements: Sequence[Placement], roles: MeshRoles, first_shard_axis: int
-) -> tuple[DeviceMesh, list[Placement]]:
-    """The mesh in which the axes of `roles` replace the data-parallel axes, at the position of the first shard axis."""
-    assert mesh.mesh_dim_names is not None and roles.shard_axis is not None
-    parts: list[DeviceMesh] = []
-    result: list[Placement] = []
-    for axis, name in enumerate(mesh.mesh_dim_names):
-        if axis == first_shard_axis:
-            parts.append(roles.mesh)
-            result += [Replicate()] * (roles.mesh.ndim - 1) + [placements[axis]]
-        elif name not in roles.shard_names and name not in roles.replicate_names:
-            parts.append(mesh[name])
-            result.append(placements[axis])
-    return concatenate_meshes(parts), result

@@ -1,9 +1,8 @@
-"""The private names of torch that the core uses, and public ones whose name depends on the version; a few lines each.
-Ground layer. The modules of this folder hold those of one other package each, `shared` those of several; a torch
-upgrade touches this folder only.
+"""The private names of torch that the core uses, and public ones whose name depends on the version. Ground layer.
 
-Checked with all tests on torch 2.11.0, 2.13.0 and 2.15.0, and with a third of them on 2.14.1; on the CPU. Each
-function names the private API and why no public one is enough.
+Each names the private API and why no public one is enough. The other modules of this folder hold those of one package
+each, `shared` those of several; a torch upgrade touches this folder only. Checked on the CPU, with all tests on torch
+2.11.0, 2.13.0 and 2.15.0, and with a third of them on 2.14.1.
 """
 
 import hashlib
@@ -32,11 +31,7 @@ from fsdp2.nothing import NOTHING
 
 
 def make_spec(
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
     """`DTensorSpec` holds the global shape and stride, which `DTensor.from_local` would compute at each call."""
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
@@ -56,15 +51,10 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 @contextmanager
 def real_tensors() -> Iterator[None]:
-    """New tensors are real and on the CPU: those of a mesh have to be, even while the caller builds a model on the meta
-    device or of fake tensors. Only a private name turns the mode of fake tensors off for a while."""
+    """New tensors are real and on the CPU, as those of a mesh have to be, while the caller builds a model on the meta
+    device or of fake tensors."""
     with fake_tensor.unset_fake_temporarily(), torch.device("cpu"):
         yield
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a fake one, which has a shape but no values."""
-    return isinstance(tensor, fake_tensor.FakeTensor)
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -81,17 +71,11 @@ def same_root_mesh(one: DeviceMesh, other: DeviceMesh) -> bool:
         return torch.equal(one._get_root_mesh().mesh.flatten(), other._get_root_mesh().mesh.flatten())
 
 
-def subclassed_parameter(kind: type, data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    """`data` as a parameter of the user's own class, without calling a constructor that we do not know."""
-    param: nn.Parameter = torch.Tensor._make_subclass(kind, data, requires_grad)
-    return param
-
-
 def make_dtensor(
     local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False, kind: type[DTensor] = DTensor
 ) -> DTensor:
-    """The DTensor constructor; `DTensor.from_local` dispatches, checks and builds a graph. Only `__new__` is called,
-    because `__init__` does nothing, and its wrapper for Dynamo costs as much as all the rest."""
+    """A DTensor without the dispatch, checks and graph of `DTensor.from_local`. Only `__new__` is called: `__init__`
+    does nothing, and its wrapper for Dynamo costs as much as all the rest."""
     tensor: DTensor = DTensor.__new__(kind, local, spec, requires_grad=requires_grad)
     return tensor
 
@@ -101,10 +85,9 @@ plain_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor] = partial(DTensor.
 
 
 def make_parameter(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
-    """A DTensor that is an `nn.Parameter`, which `_is_param` marks for tensors of other classes. The constructor of
-    `nn.Parameter` would detach the DTensor and call `requires_grad_`. DTensor's dispatch of `detach` takes the spec
-    from a cache, whose mesh may be another object with its own process groups, and transforms of `torch.func` refuse
-    `requires_grad_`."""
+    """A DTensor that is an `nn.Parameter`, which `_is_param` marks. The constructor of `nn.Parameter` would detach it,
+    which takes the spec from a cache, whose mesh may have other process groups; and call `requires_grad_`, which
+    transforms of `torch.func` refuse."""
     param: Any = make_dtensor(local, spec, requires_grad)
     param._is_param = True
     return param  # type: ignore[no-any-return]
@@ -116,21 +99,29 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
-# For `map` over all parameters in each step, without a Python frame for each.
-# `Tensor.grad`; `Tensor._post_accumulate_grad_hooks` and `._backward_hooks`, dicts or None; the result of
-# `local_tensor`; `DTensor._spec`: mesh, placements, global shape and dtype; `Tensor._base`: the tensor that it is a
-# view of, or None; `Tensor._version`: how often autograd saw it change in place; `UntypedStorage._cdata`: which storage
-# it is; `Module._parameters`: where a module's parameters live (`setattr` costs ten times as much).
+# For `map` over all parameters, without a Python frame for each.
 grad_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
 backward_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
 local_of: Callable[[torch.Tensor | None], torch.Tensor] = attrgetter("_local_tensor")
 spec_of: Callable[[torch.Tensor | None], DTensorSpec] = attrgetter("_spec")
-base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-version: Callable[[torch.Tensor], int] = attrgetter("_version")
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")  # what it is a view of
+version: Callable[[torch.Tensor], int] = attrgetter("_version")  # how often autograd saw it change in place
 _storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = methodcaller("untyped_storage")
 _storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+# Where a module's parameters live; `setattr` costs ten times as much.
 parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+
+
+def subclassed_parameter(kind: type, data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """`data` as a parameter of the user's own class, without calling a constructor that we do not know."""
+    param: nn.Parameter = torch.Tensor._make_subclass(kind, data, requires_grad)
+    return param
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a fake one, which has a shape but no values."""
+    return isinstance(tensor, fake_tensor.FakeTensor)
 
 
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
@@ -157,10 +148,10 @@ will_run_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def captures(leaf_node: Any) -> bool:
-    """Whether the backward that runs now is `torch.autograd.grad` with respect to the leaf of `leaf_node`. Torch raises
-    then, and there is no other way to ask."""
+    """Whether the backward that runs now is `torch.autograd.grad` with respect to the leaf of `leaf_node`: torch raises
+    then."""
     try:
-        torch._C._will_engine_execute_node(leaf_node)
+        will_run_node(leaf_node)
     except RuntimeError:
         return True
     return False
@@ -168,7 +159,7 @@ def captures(leaf_node: Any) -> bool:
 
 def backward_is_running() -> bool:
     """Whether this thread runs a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return running_backward() != -1
 
 
 def tensors_have_levels() -> bool:
@@ -176,8 +167,7 @@ def tensors_have_levels() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-# Runs a block as if no transform of `torch.func` were active, because a tensor that is created within a transform is
-# unusable once the transform is over. There is no public name for this.
+# Runs a block as if no transform of `torch.func` were active: a tensor that is created within one is unusable later.
 outside_transforms: Callable[[], AbstractContextManager[object]] = torch._C._DisableFuncTorch
 
 
@@ -198,8 +188,7 @@ def without_grad() -> AbstractContextManager[object]:
     return _no_grad if torch.is_grad_enabled() else NOTHING
 
 
-# Whether a profiler of this process records. torch's own optimizers check this flag before `record_function`, which
-# costs microseconds even if no profiler records.
+# Whether a profiler of this process records: `record_function` costs microseconds even if none does.
 profiler_is_on: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled")
 
 
@@ -211,8 +200,13 @@ def allows_direct_slots(module: nn.Module) -> bool:
 def post_accumulate_grad_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """The `register_post_accumulate_grad_hook` hooks, in the order in which they run. Those of sharded parameters must
     run for gradients that we set by hand; on unsharded ones ours must be the last."""
-    hooks = hooks_of(tensor)
-    return list(hooks.values()) if hooks else []
+    return list((hooks_of(tensor) or {}).values())
+
+
+def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """The `register_hook` hooks of a leaf. Autograd runs them when it gives a gradient to the leaf, which never happens
+    to a sharded parameter."""
+    return list((backward_hooks_of(tensor) or {}).values())
 
 
 def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
@@ -220,13 +214,6 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     new._backward_hooks = old._backward_hooks
     if hooks := hooks_of(old):
         new._post_accumulate_grad_hooks = hooks
-
-
-def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
-    """The `register_hook` hooks of a leaf. Autograd runs them when it gives a gradient to the leaf, which never happens
-    to a sharded parameter."""
-    hooks = backward_hooks_of(tensor)
-    return list(hooks.values()) if hooks else []
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -241,14 +228,14 @@ def composable_apis(module: nn.Module) -> set[str]:
     return {name for note in notes if isinstance(note, dict) for name in note if isinstance(name, str)}
 
 
-# The same for lists that are not empty, without a Python frame.
+# Many copies (and casts) in one call, one kernel on an accelerator; of lists that are not empty.
 copy_lists: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
 
 def foreach_copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """`torch._foreach_copy_`: many copies (and casts) in one call, one kernel on an accelerator."""
+    """`copy_lists` of any lists."""
     if destinations:
-        torch._foreach_copy_(list(destinations), list(sources))
+        copy_lists(list(destinations), list(sources))
 
 
 def foreach_add(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
@@ -274,14 +261,11 @@ _made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyD
 
 
 def new_group_of(ranks: list[int], backend: str, name: str) -> dist.ProcessGroup:
-    """A new group that is made by its ranks alone, so that it may be made at the same time as another one. Its ranks
-    must have made equally many of these ranks.
+    """A new group that is made by its ranks alone, which must have made equally many of these ranks before.
 
-    torch names such a group after its ranks and the number of all groups of this process, in which ranks differ: a
-    leader of a node may be in one more. Ranks with other names wait for each other in vain.
-
-    If a program bound the default group to a device (`device_id=`), torch would split its communicator, for which all
-    ranks of the default group are needed (https://github.com/pytorch/pytorch/pull/129965).
+    torch names such a group after its ranks and the number of all groups of this process, in which ranks may differ;
+    ranks with different names wait for each other in vain. And if a program bound the default group to a device, torch
+    would split its communicator, which all its ranks have to do (https://github.com/pytorch/pytorch/pull/129965).
     """
     world = dist.group.WORLD
     assert world is not None
@@ -295,8 +279,6 @@ def new_group_of(ranks: list[int], backend: str, name: str) -> dist.ProcessGroup
     finally:
         world.bound_device_id, _own.name = bound, ""
 
-
-# --- names that changed between torch 2.11 and 2.15 -------------------------------------------------------------------
 
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 GATHER_OPTIONS = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]

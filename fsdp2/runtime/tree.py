@@ -1,8 +1,8 @@
 """Walk over the tensors of a forward's inputs and outputs. Layer: runtime.
 
-Containers: list, tuple, named tuple, dict and their subclasses, dataclass instances. A container without changed
-tensors is passed on as the same object; otherwise a copy is made and the caller's object is not modified. Other objects
-and mappings (a cache, a distribution) are never copied; `tensors_within` finds what they hold.
+Containers are lists, tuples, named tuples, dicts and their subclasses, and dataclass instances. One without changed
+tensors is passed on as the same object, any other is copied. Other objects and mappings (a cache, a distribution) are
+never copied; `tensors_within` finds what they hold.
 """
 
 import copy
@@ -33,30 +33,20 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
             return kind._make(items) if getattr(kind, "_make", None) else kind(items)
         return type(value)(items)
     if isinstance(value, dict):
-        changed = {key: new for key, old in value.items() if (new := map_tensors(fn, old)) is not old}
-        if not changed:
-            return value
-        result = copy.copy(value)
-        for key, new in changed.items():
-            result[key] = new
-        return result
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(fn, value)
-    return value
-
-
-def _map_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    changed = {}
-    for field in dataclasses.fields(value):
-        old = getattr(value, field.name, None)
-        new = map_tensors(fn, old)
-        if new is not old:
-            changed[field.name] = new
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    else:
+        return value
+    changed = {key: new for key, old in parts.items() if (new := map_tensors(fn, old)) is not old}
     if not changed:
         return value
     result = copy.copy(value)
-    for name, new in changed.items():
-        object.__setattr__(result, name, new)  # also for frozen dataclasses
+    for key, new in changed.items():
+        if parts is value:
+            result[key] = new
+        else:
+            object.__setattr__(result, key, new)  # also for frozen dataclasses
     return result
 
 

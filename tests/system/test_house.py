@@ -71,7 +71,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("checks.emptied", "checks.left_out", "checks.replicas", "checks.unreduced"),
     ("checks.step_hook",),
     ("api",),
-    ("extras.offload", "extras.zero"),
+    ("extras.offload", "extras.spmd", "extras.zero"),
     ("extras",),
     ("arguments",),
     ("module",),
