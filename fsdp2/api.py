@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 from warnings import warn
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -170,19 +169,17 @@ class Draft:
 
     Attributes:
         managed: the modules whose parameters it will manage, with names.
-        places: its parameters, with their names and slots.
-        planned, tied: these parameters, divided into its own and those of other units.
+        places: its parameters, with their first names and all slots.
+        planned, tied: these parameters, divided into its own and those of other units, with name and slots here.
         smaller: by the roles of a parameter: on the mesh to reshard to after forward.
-        classes: those that its modules will have.
     """
 
     modules: list[nn.Module]
     managed: list[tuple[str, nn.Module]]
     places: dict[nn.Parameter, tuple[str, list[Slot]]]
     planned: "deque[tuple[nn.Parameter, Plan]]"
-    tied: "list[_Tied]"
+    tied: "list[tuple[str, list[Slot], ManagedParameter]]"
     smaller: dict[MeshRoles, MeshRoles | None]
-    classes: list[type]
 
 
 def _draft(
@@ -195,11 +192,25 @@ def _draft(
     managed = list(_managed_modules(modules, apart))
     places = _parameter_slots(managed, ignored)
     _check_order(places)
-    planned, tied = _plans(places, placing)
+    planned: list[tuple[nn.Parameter, Plan]] = []
+    tied: list[tuple[str, list[Slot], ManagedParameter]] = []
+    for param, (fqn, slots) in places.items():
+        plan, known = placing.plan(fqn, param), managed_by(param)
+        if known is None or known.unsharded is param:
+            planned.append((param, plan))
+            continue
+        if known.roles != plan.roles:
+            raise ArgumentError(
+                f"'{fqn}' is the weight that was sharded as '{known.fqn}' on {known.roles.mesh}; it cannot be on "
+                f"{plan.roles.mesh} as well. Give both the same mesh."
+            )
+        tied.append((fqn, slots, known))
     offloads = placing.offload.of_params([param.nbytes for param, _ in planned])
-    planned = deque((param, replace(plan, offload=each)) for (param, plan), each in zip(planned, offloads, strict=True))
+    plans = deque((param, replace(plan, offload=each)) for (param, plan), each in zip(planned, offloads, strict=True))
     smaller = {plan.roles: _smaller(plan.roles, reshard_to) for _, plan in planned}
-    return Draft(modules, managed, places, planned, tied, smaller, [swapped_class(type(each)) for each in modules])
+    for each in modules:
+        swapped_class(type(each))  # which may be impossible
+    return Draft(modules, managed, places, plans, tied, smaller)
 
 
 def _build(draft: Draft, placing: Placing, settings: UnitSettings) -> None:
@@ -215,14 +226,17 @@ def _build(draft: Draft, placing: Placing, settings: UnitSettings) -> None:
             seen(new, data)
         del data
         groups.setdefault((plan.roles, keep, plan.offload), []).append(new)
-    _move_buffers(draft.managed, device)
+    for _, module in draft.managed:
+        for buffer in module.buffers(recurse=False):
+            if buffer.device != device and not buffer.is_meta:
+                buffer.data = buffer.to(device)  # the same object: it may have other names
     unit = Unit(modules, list(groups.values()), device, placing.policy, settings)
     for group, (_, keep, _) in zip(unit.groups, groups, strict=True):
         group.smaller, group.keep = None if keep is Keep.HOST else draft.smaller[group.roles], keep
-    for each in draft.tied:
-        _share(each, unit)
-    for module, cls in zip(modules, draft.classes, strict=True):
-        module.__class__ = cls
+    for _, slots, tied in draft.tied:
+        _share(slots, tied, unit)
+    for module in modules:
+        module.__class__ = swapped_class(type(module))
         attach(module, unit)
     for owner in {slot.module for param in unit.params for slot in param.slots}:
         if owner is not None:
@@ -257,34 +271,16 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return modules
 
 
-def _plans(
-    places: Mapping[nn.Parameter, tuple[str, list[Slot]]], placing: Placing
-) -> tuple["deque[tuple[nn.Parameter, Plan]]", "list[_Tied]"]:
-    """The plans of the parameters that this unit will manage, and the weights that other units manage."""
-    planned: deque[tuple[nn.Parameter, Plan]] = deque()
-    tied: list[_Tied] = []
-    for param, (fqn, slots) in places.items():
-        plan, known = placing.plan(fqn, param), managed_by(param)
-        if known is not None and known.unsharded is not param:
-            tied.append(_Tied(fqn, slots, known))
-            _check_tie(tied[-1], plan)
-        else:
-            planned.append((param, plan))
-    return planned, tied
-
-
 def _check_order(places: Mapping[nn.Parameter, tuple[str, Sequence[Slot]]]) -> None:
     """Raise if a parameter already belongs to the unit of a module above this one."""
     for param, (fqn, slots) in places.items():
-        owners = [unit for slot in slots if slot.module is not None for unit in owners_of(slot.module)]
-        for unit in owners:
-            for known in unit.params:
-                if known.is_among({id(param)}):
-                    of = ", ".join(type(each).__name__ for each in unit.modules)
-                    raise OrderError(
-                        f"fully_shard: '{fqn}' is sharded already, as '{known.fqn}' of the {of}. Call fully_shard on a "
-                        "module before you call it on one that holds it."
-                    )
+        for unit in [unit for slot in slots if slot.module is not None for unit in owners_of(slot.module)]:
+            for known in [known for known in unit.params if known.is_among({id(param)})]:
+                of = ", ".join(type(each).__name__ for each in unit.modules)
+                raise OrderError(
+                    f"fully_shard: '{fqn}' is sharded already, as '{known.fqn}' of the {of}. Call fully_shard on a "
+                    "module before you call it on one that holds it."
+                )
 
 
 def _check_reshard(value: bool | int | None, roles: MeshRoles) -> bool | int | None:
@@ -314,36 +310,16 @@ def _smaller(roles: MeshRoles, reshard_to: bool | int | None) -> MeshRoles | Non
     return roles.smaller(reshard_to)
 
 
-# --- tied weights -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Tied:
-    """A weight of this unit that another unit manages under another name."""
-
-    fqn: str
-    slots: list[Slot]
-    param: ManagedParameter
-
-
-def _check_tie(tied: _Tied, plan: Plan) -> None:
-    if tied.param.roles != plan.roles:
-        raise ArgumentError(
-            f"'{tied.fqn}' is the weight that was sharded as '{tied.param.fqn}' on {tied.param.roles.mesh}; it cannot "
-            f"be on {plan.roles.mesh} as well. Give both the same mesh."
-        )
-
-
-def _share(tied: _Tied, unit: Unit) -> None:
-    """Give the managed parameter this unit's names as well, and let this unit gather it."""
-    owner, group = owner_of(tied.param)
-    form = tied.param.slots[0].get()
+def _share(slots: list[Slot], param: ManagedParameter, unit: Unit) -> None:
+    """Let these slots hold a parameter of another unit, and `unit` gather it."""
+    owner, group = owner_of(param)
+    form = param.slots[0].get()
     assert isinstance(form, nn.Parameter)
-    for slot in tied.slots:
+    for slot in slots:
         slot.put(form)
         assert slot.module is not None
         guard_state_dict(slot.module, owner)
-    tied.param.slots += tied.slots
+    param.slots += slots
     group.slots_changed()
     if group not in unit.borrowed:
         unit.borrowed.append(group)
@@ -363,9 +339,8 @@ def _managed_modules(
         stack = [("", root)]
         while stack:
             prefix, module = stack.pop()
-            if module in seen or (module not in roots and (unit_of(module) is not None or module in apart)):
-                continue
-            if "replicate" in composable_apis(module):
+            is_others = module not in roots and (unit_of(module) is not None or module in apart)
+            if module in seen or is_others or "replicate" in composable_apis(module):
                 continue
             seen.add(module)
             yield prefix, module
@@ -384,10 +359,3 @@ def _parameter_slots(
                 fqn = f"{prefix}.{name}" if prefix else name
                 slots.setdefault(param, (fqn, []))[1].append(Slot(module, name))
     return slots
-
-
-def _move_buffers(managed: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
-    for _, module in managed:
-        for buffer in module.buffers(recurse=False):
-            if buffer.device != device and not buffer.is_meta:
-                buffer.data = buffer.to(device)  # the same object: it may have other names

@@ -29,7 +29,7 @@ class SpmdRoles(MeshRoles):
     names_of_shard: tuple[str, ...] = ()
     names_of_replicas: tuple[str, ...] = ()
 
-    def own_specs(self, fqn: str, param: torch.Tensor, dim: int) -> ParamSpecs:  # type: ignore[override]
+    def own_specs(self, fqn: str, param: torch.Tensor, dim: int) -> ParamSpecs:
         """Raises `ArgumentError` for a plain tensor, a DTensor on another mesh, or one that is cut along a
         data-parallel axis."""
         return _on_full_mesh(fqn, param, dim, self)

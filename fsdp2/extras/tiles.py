@@ -373,15 +373,15 @@ def check_tiled(drafts: Sequence[Draft]) -> None:
         UnsupportedError: a tiled layer cannot be cut into tiles, or a weight is tied to that of a tiled layer.
     """
     for draft in drafts:
-        for each in draft.tied:
-            if isinstance(owner_of(each.param)[1], _LayerGroup):
+        for fqn, _, param in draft.tied:
+            if isinstance(owner_of(param)[1], _LayerGroup):
                 raise UnsupportedError(
-                    f"fully_shard: '{each.fqn}' is tied to '{each.param.fqn}' of a tiled layer, and would be gathered "
+                    f"fully_shard: '{fqn}' is tied to '{param.fqn}' of a tiled layer, and would be gathered "
                     "whole. Give them a weight each, or do not tile."
                 )
         if is_tiled(draft.modules[0]) and draft.places:
             others = {id(param) for other in drafts if other is not draft for param in other.places}
-            tied = {each.fqn for each in draft.tied}
+            tied = {fqn for fqn, _, _ in draft.tied}
             tied |= {fqn for param, (fqn, _) in draft.places.items() if id(param) in others}
             _check_layer(draft.modules[0], {draft.places[param][0]: plan for param, plan in draft.planned}, tied)
 
