@@ -16,16 +16,17 @@ from fsdp2._torch import composable_apis, parameter_slots
 from fsdp2.arguments import (
     PlacementFn,
     Placing,
-    check_options,
+    check_type,
     chosen_features,
-    own_offload_policy,
-    own_precision_policy,
     parameter_set,
     roles_for,
+    to_offload_policy,
+    to_precision_policy,
+    unfit,
 )
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
 from fsdp2.mesh import MeshDims, MeshRoles
-from fsdp2.module import FSDPModule, check_names, swapped_class
+from fsdp2.module import FSDPModule, swapped_class
 from fsdp2.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -130,14 +131,17 @@ def fully_shard(
     Source: PyTorch FSDP, https://arxiv.org/abs/2304.11277; the interface is that of torch.distributed.fsdp.fully_shard.
     """
     modules = _check_modules(module)
-    check_options(mesh, shard_placement_fn)
-    precision, ignored = own_precision_policy(mp_policy), parameter_set(ignored_params)
+    make = 'Make one: init_device_mesh("cuda", (world_size,)).'
+    check_type("mesh", mesh, DeviceMesh, "a DeviceMesh or None", make)
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise unfit("shard_placement_fn", "a function of a parameter, or None", shard_placement_fn)
+    precision, ignored = to_precision_policy(mp_policy), parameter_set(ignored_params)
     features = chosen_features(
         optional=optional, zero=zero is not None and zero, dp_mesh_dims=dp_mesh_dims is not None and dp_mesh_dims
     )
     zero, dims = features.pop("zero", None), features.pop("dp_mesh_dims", None)
     roles = roles_for(mesh, dims, zero)
-    offload = own_offload_policy(offload_policy, roles.device)
+    offload = to_offload_policy(offload_policy, roles.device)
     wanted = reshard_after_forward if zero is None else zero.reshard_after_forward(reshard_after_forward)
     reshard_to = _check_reshard(wanted, roles)
     placing = Placing(roles, shard_placement_fn, precision, offload)
@@ -265,7 +269,6 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             )
         if unit_of(each) is not None:
             raise MisuseError(f"fully_shard: this {type(each).__name__} is sharded already; call it once a module")
-        check_names(each)
     if len({id(each) for each in modules}) != len(modules):
         raise MisuseError("fully_shard: a module appears twice in the list")
     return modules

@@ -32,46 +32,41 @@ PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 # Kept under these names, because `fsdp2.compat` may replace torch's classes by ours.
 _TorchOffloadPolicy = torch.distributed.fsdp.OffloadPolicy
 _TorchCPUOffloadPolicy = torch.distributed.fsdp.CPUOffloadPolicy
-_TORCHS_PRECISION = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-_UNSET = object()
+_TORCHS_PRECISION = {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"}
 
 
-def check_options(mesh: object, shard_placement_fn: object) -> None:
-    """Check the types of the arguments that are not checked elsewhere."""
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise unfit("mesh", "a DeviceMesh or None", mesh, 'Make one: init_device_mesh("cuda", (world_size,)).')
-    if shard_placement_fn is not None and not callable(shard_placement_fn):
-        raise unfit("shard_placement_fn", "a function of a parameter, or None", shard_placement_fn)
+def check_type(name: str, value: Any, kind: type, expected: str, hint: str = "") -> None:
+    """Raise `ArgumentError` unless `value` is None or of `kind`."""
+    if value is not None and not isinstance(value, kind):
+        raise unfit(name, expected, value, hint)
 
 
-def own_precision_policy(policy: Any) -> MixedPrecisionPolicy:
+def to_precision_policy(policy: Any) -> MixedPrecisionPolicy:
     """`policy` as one of ours; any object with the fields of torch's `MixedPrecisionPolicy` is accepted."""
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
-    lacking = [name for name in _TORCHS_PRECISION if getattr(policy, name, _UNSET) is _UNSET]
-    if lacking or isinstance(policy, type):
+    given = {each.name: getattr(policy, each.name) for each in fields(MixedPrecisionPolicy) if each.name in dir(policy)}
+    if not given.keys() >= _TORCHS_PRECISION or isinstance(policy, type):
         hint = f"Pass MixedPrecisionPolicy(param_dtype={policy})." if isinstance(policy, torch.dtype) else ""
         raise unfit("mp_policy", "a MixedPrecisionPolicy", policy, hint)
-    names = [each.name for each in fields(MixedPrecisionPolicy)]
-    given: dict[str, Any] = {name: value for name in names if (value := getattr(policy, name, _UNSET)) is not _UNSET}
     return MixedPrecisionPolicy(**given)
 
 
-def own_offload_policy(policy: Any, device: torch.device) -> OffloadPolicy:
+def to_offload_policy(policy: Any, device: torch.device) -> OffloadPolicy:
     """`policy` as one of ours, for a mesh of `device`; None means no offload, as in torch. Raises `UnsupportedError`
     for pinned memory on a machine without an accelerator."""
     if isinstance(policy, _TorchCPUOffloadPolicy):
         policy = CPUOffloadPolicy(pin_memory=policy.pin_memory)
     elif policy is None or isinstance(policy, _TorchOffloadPolicy):
         policy = OffloadPolicy()
-    if not isinstance(policy, OffloadPolicy):
-        raise unfit("offload_policy", "an OffloadPolicy", policy, "Pass CPUOffloadPolicy() to offload.")
+    check_type("offload_policy", policy, OffloadPolicy, "an OffloadPolicy", "Pass CPUOffloadPolicy() to offload.")
     if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
         raise UnsupportedError(
             f"CPUOffloadPolicy: got pin_memory=True on {device}, and memory is pinned for an accelerator, which this "
             "machine does not have. Pass CPUOffloadPolicy(pin_memory=False)."
         )
-    return policy
+    own: OffloadPolicy = policy
+    return own
 
 
 def chosen_features(**options: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed.fsdp
 from torch import nn
 
-from fsdp2._torch import parameter_slots
 from fsdp2.errors import ArgumentError, MisuseError, OrderError
 from fsdp2.runtime import hooks
 from fsdp2.runtime.forward import entries, post_forward, pre_forward
@@ -44,26 +43,6 @@ def swapped_class(original: type) -> type:
 def original_class(swapped: type) -> Any:
     """The class that a module of class `swapped` had before it was sharded."""
     return swapped.__mro__[swapped.__mro__.index(_TorchFSDPModule) + 1]
-
-
-def check_names(module: nn.Module) -> None:
-    """Check that no name that `fully_shard` adds to `module` hides one of the module's own.
-
-    `_apply`, `zero_grad` and Python's special methods are exempt, because ours call the model's.
-
-    Raises:
-        ArgumentError: the class of `module`, or a base class, has a method or an attribute of such a name, or the
-            module has an attribute, a parameter, a buffer or a submodule of such a name.
-    """
-    bases = [base for base in type(module).__mro__ if base not in (object, nn.Module, _TorchFSDPModule)]
-    submodules, buffers = module.named_children(), module.named_buffers(recurse=False)
-    own = {*vars(module), *parameter_slots(module), *(name for name, _ in (*submodules, *buffers))}
-    for name in sorted(_given_names & own.union(*map(vars, bases))):
-        owner = next((base.__qualname__ for base in bases if name in vars(base)), f"this {type(module).__qualname__}")
-        raise ArgumentError(
-            f"fully_shard: a sharded module has a method '{name}', which would hide the '{name}' of {owner}. Rename "
-            "that in the model."
-        )
 
 
 class UnshardHandle:
@@ -269,14 +248,6 @@ def _clear_grads(params: Sequence[nn.Parameter], set_to_none: bool) -> None:
             param.grad = None
         elif param.grad is not None:
             param.grad.detach_().zero_()
-
-
-_given_names = frozenset(
-    name
-    for cls in (FSDPModule, Settings, _TorchFSDPModule)
-    for name in vars(cls)
-    if name not in ("_apply", "zero_grad") and not name.startswith("__")
-)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

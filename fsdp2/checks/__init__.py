@@ -3,6 +3,7 @@
 ::
 
     emptied     parameters that `to_empty` left, and nobody filled
+    names       a name of the model that a method of ours would hide
     left_out    trainable parameters that no unit manages
     replicas    replicas that start from different parameters
     unreduced   a step, clip or `zero_grad` while gradients wait to be reduced
@@ -11,9 +12,10 @@
 Importing this package plugs them into the hooks of the runtime, which knows none of them.
 """
 
-from fsdp2.checks import emptied, left_out, replicas, step_hook, unreduced
+from fsdp2.checks import emptied, left_out, names, replicas, step_hook, unreduced
 from fsdp2.runtime import hooks
 
+hooks.units_drafted.append(names.check_drafts)
 hooks.params_ignored.append(left_out.note_ignored)
 hooks.param_sharded.append(replicas.note_sample)
 hooks.unit_made.append(step_hook.install_step_hooks)

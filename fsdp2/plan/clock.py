@@ -7,7 +7,7 @@ The CPU has one stream for everything but messages.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -136,10 +136,6 @@ class Clock(Streams):
             yield
         finally:
             self._current = before
-
-    def behind(self, task: Callable[[], None]) -> Future[None]:
-        task()
-        return Moment(self, self._free_at["optimizer"])
 
     def record(self) -> Any:
         return None if self.lazy else Moment(self, self._free_at[self._current])

@@ -5,8 +5,7 @@ CPU. On the CPU work *runs*: a wait blocks, so it is deferred until the result i
 the runtime sees (`Streams.lazy`).
 """
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from itertools import repeat
@@ -40,14 +39,6 @@ class Streams:
     reducing = all_reducing = stepping = copying = gathering
     record: Any = repeat(None).__next__
     wait: Any = {}.get
-
-    def behind(self, task: Callable[[], None]) -> "Future[None]":
-        """Run `task`, which is one for the background, at once: where streams are `simulated` threads are, too, because
-        the modes of torch that see operators are each thread's own."""
-        task()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
 
 class _Current:

@@ -68,7 +68,7 @@ LAYERS: list[tuple[str, ...]] = [
     ),
     ("extras.copying", "extras.custom_comm", "extras.pipelining", "extras.prediction", "extras.tiles"),
     ("checks",),
-    ("checks.emptied", "checks.left_out", "checks.replicas", "checks.unreduced"),
+    ("checks.emptied", "checks.left_out", "checks.names", "checks.replicas", "checks.unreduced"),
     ("checks.step_hook",),
     ("api",),
     ("extras.offload", "extras.spmd", "extras.zero"),
