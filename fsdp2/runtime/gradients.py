@@ -13,6 +13,7 @@ which of them is the last, so gradients from a backward nested in the unit's own
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress, count
 from operator import attrgetter, is_not
 from typing import Any
 from weakref import ref
@@ -26,6 +27,7 @@ from fsdp2._torch import captures, grad_of, hooks_of, outside_transforms, runnin
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel
+from fsdp2.runtime.parameter import ManagedParameter, sharded_of
 from fsdp2.runtime.reduction import Partials, Reduction, ReductionPlan
 from fsdp2.runtime.sink import Params, Sink, sink_of
 from fsdp2.runtime.streams import Streams
@@ -65,35 +67,35 @@ class Gradients:
         self.trainable: list[bool] = []
         self.partials: Partials = {}
         self.were_taken = False
-        self._trained: frozenset[int] = frozenset()  # indices of trainable parameters
-        self._missing: set[int] = set()  # those of them that have received no gradient since the last were taken
+        self._missing: set[int] = set()  # trainable parameters that got no gradient since the last were taken
         self._backward: int | None = None
         self._had_grads = False  # before this backward
         self._hooks: dict[int, RemovableHandle] = {}
-        self._is_plain = all(param.geometry.as_is and param.plan.specs.inner_mesh is None for param in params)
         # By which gradients and which partial ones there are, and the sharded parameters' `grad_dtype`.
         self._plans: dict[_Key, list[ReductionPlan]] = {}
-        self._sharded = [param.sharded for param in params]
 
     # --- who is trained ----------------------------------------------------------------------------------------------
 
     def sync_trainable(self) -> None:
         """Copy the sharded parameters' `requires_grad` to the unsharded ones, once these exist."""
-        wanted = list(map(needs_grad, self._sharded))
+        wanted = list(map(needs_grad, map(sharded_of, self._params)))
         if wanted != self.trainable:
             self.unsharded = [param.unsharded for param in self._params if param.unsharded is not None]
             for unsharded, trainable in zip(self.unsharded, wanted, strict=True):
                 if unsharded.requires_grad != trainable:
                     unsharded.requires_grad = trainable  # `requires_grad_` refuses within transforms of torch.func
             self.trainable = wanted
-            self._trained = frozenset(index for index, trains in enumerate(wanted) if trains)
-            self._missing = set(self._trained)
-            for index in self._trained - self._hooks.keys():
+            self._missing = set(compress(count(), wanted))
+            for index in self._missing - self._hooks.keys():
                 self._hook(index)
 
     def follow_unsharded(self) -> None:
         """If the user froze or unfroze an unsharded parameter, or the sharded one meanwhile, do it to the other."""
-        if not list(map(needs_grad, self.unsharded)) == self.trainable == list(map(needs_grad, self._sharded)):
+        if (
+            not list(map(needs_grad, self.unsharded))
+            == self.trainable
+            == list(map(needs_grad, map(sharded_of, self._params)))
+        ):
             self.follow([param.unsharded for param in self._params])
             self.sync_trainable()
 
@@ -101,14 +103,14 @@ class Gradients:
         """If the user froze or unfroze one of `forms`, which the modules have held instead of the sharded parameters,
         do the same to the sharded one."""
         if self.trainable:
-            for sharded, form, before in zip(self._sharded, forms, self.trainable, strict=True):
+            for param, form, before in zip(self._params, forms, self.trainable, strict=True):
                 if form is not None and form.requires_grad != before:
-                    sharded.requires_grad = form.requires_grad
+                    param.sharded.requires_grad = form.requires_grad
 
     @property
     def has_trainable(self) -> bool:
         """Whether some unsharded parameter requires a gradient."""
-        return bool(self._trained)
+        return any(self.trainable)
 
     def find_captured(self) -> str | None:
         """Within a backward: the FQN of an unsharded parameter whose gradient `torch.autograd.grad` will return. The
@@ -124,25 +126,24 @@ class Gradients:
             handle.remove()
         self._hooks.clear()
         self.trainable, self.unsharded = [], []
-        self._trained, self._missing = frozenset(), set()
+        self._missing.clear()
         self.forget_plans()
 
     def forget_plans(self) -> None:
         """Drop the plans, because parameters, dtypes or the channel may have changed."""
         self._plans.clear()
-        self._sharded = [param.sharded for param in self._params]
 
     # --- what has arrived --------------------------------------------------------------------------------------------
 
     @property
     def none_arrived(self) -> bool:
         """Whether there are trainable parameters, none of which has received a gradient since the last were taken."""
-        return bool(self._missing) and len(self._missing) == len(self._trained)
+        return bool(self._missing) and len(self._missing) == sum(self.trainable)
 
     @property
     def some_arrived(self) -> bool:
         """Whether some parameter has received a gradient in this backward."""
-        return self.were_taken or len(self._missing) < len(self._trained)
+        return self.were_taken or len(self._missing) < sum(self.trainable)
 
     def begin_backward(self) -> None:
         """The unit's backward begins, in the current backward pass."""
@@ -153,11 +154,11 @@ class Gradients:
 
     def end_backward(self) -> None:
         """The whole backward is over."""
-        if None in map(_grad_dtype, self._sharded):
+        if None in map(_grad_dtype, map(sharded_of, self._params)):
             self._cast_untyped()
         self._backward = None
         self.were_taken = False
-        self._missing = set(self._trained)
+        self._missing = set(compress(count(), self.trainable))
 
     def _cast_untyped(self) -> None:
         """Gradients of parameters whose `grad_dtype` is None may have any dtype. Others will be added to them."""
@@ -221,18 +222,15 @@ class Gradients:
             return []
         if not at_end and self._had_grads and self.none_arrived:
             return []
-        self._missing = set(self._trained)
+        self._missing = set(compress(count(), self.trainable))
         for each in unsharded:
             each.grad = None
-        if not self._is_plain or any(map(needs_grad, filter(_is_there, grads))):
-            pairs = zip(self._params, grads, strict=True)
-            grads = [None if grad is None else param.local_grad(grad) for param, grad in pairs]
         if fill:
             self._fill(grads, settings.reduce_unused)
         partials, has_partial = self.partials, tuple[bool, ...]()
         if settings.requires_all_reduce and partials:
             self.partials, has_partial = {}, tuple(map(partials.__contains__, self._params))
-        key = tuple(map(_is_there, grads)), has_partial, tuple(map(_grad_dtype, self._sharded))
+        key = tuple(map(_is_there, grads)), has_partial, tuple(map(_grad_dtype, map(sharded_of, self._params)))
         plans = self._plans.get(key)
         if plans is None:
             plans = self._plan(key, grads)
@@ -240,6 +238,8 @@ class Gradients:
         reductions = []
         for plan in plans:
             taken: Any = list(map(grads.__getitem__, plan.indices[: plan.num_grads]))
+            if not plan.is_plain or any(map(needs_grad, taken)):
+                taken = list(map(ManagedParameter.local_grad, plan.params, taken))
             reductions.append(Reduction(taken, partials, plan, settings, streams))
         return reductions
 
@@ -256,7 +256,8 @@ class Gradients:
                     "None. Set that, or the policy's reduce_dtype."
                 )
             if grads[index] is None:
-                grads[index] = torch.zeros(param.layout.shape, dtype=param.reduce_dtype, device=param.roles.device)
+                zeros = torch.zeros(param.layout.shape, dtype=param.reduce_dtype, device=param.roles.device)
+                grads[index] = param.geometry.from_memory(zeros)
 
     def _plan(self, key: _Key, grads: Sequence[torch.Tensor | None]) -> list[ReductionPlan]:
         """One plan for each dtype of the parameters, in their order, which is the same on every rank."""

@@ -16,6 +16,7 @@ autograd graphs hold `unsharded`. The group knows which form the module currentl
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -376,6 +377,9 @@ class ManagedParameter:
                 f"{self.fqn}: expected {expected}, got shape {tuple(current.shape)} with placements "
                 f"{current.placements}. Distribute it like the parameter that it replaces."
             )
+
+
+sharded_of: Callable[[ManagedParameter], nn.Parameter] = attrgetter("sharded")
 
 
 def check_stand_in(param: ManagedParameter, found: torch.Tensor | None) -> None:

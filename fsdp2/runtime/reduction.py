@@ -40,12 +40,11 @@ from fsdp2.nothing import NOTHING
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.packing import Packing
-from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.parameter import ManagedParameter, sharded_of
 from fsdp2.runtime.sink import Params, Sink
 from fsdp2.runtime.streams import Streams
 
 _dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
-_sharded_of: Callable[[ManagedParameter], torch.Tensor] = attrgetter("sharded")
 _Waits = tuple[Any, Any]  # `first.wait(second)` waits
 
 
@@ -83,6 +82,7 @@ class ReductionPlan:
         num_grads: how many have a gradient.
         params, sizes: of `indices`; the elements of each in the flat output, padded.
         dtype: in which gradients are summed.
+        is_plain: gradients are plain tensors, dims in memory order.
         packing: of the packed ones.
         direct: position and elements on this rank of each direct one.
         inner: how the flat output is packed for a reduce-scatter over the replicas; None for an all-reduce.
@@ -110,6 +110,7 @@ class ReductionPlan:
         self.num_grads = len(lanes)
         self.params = [params[index] for index in self.indices]
         self.sizes = [param.layout.padded_numel for param in self.params]
+        self.is_plain = all(each.geometry.as_is and each.plan.specs.inner_mesh is None for each in self.params)
         self.packing = Packing([params[index].layout for index in packed])
         sizes = [params[index].layout.local_numel(channel.roles.shard_rank) for index in direct]
         self.direct = list(enumerate(sizes, len(packed)))
@@ -248,7 +249,7 @@ class Reduction:
         kept.clear()  # every stream has finished with them, and [6] may step an optimizer
         with profiler_range("FSDP::hand_over", self.fqn) if profiler_is_on() else NOTHING:
             params = plan.sink.deliver(map(torch.Tensor.as_strided, repeat(flat), *plan.sink.views))  # [6]
-            if settings.when_reduced or any(map(hooks_of, map(_sharded_of, params))):
+            if settings.when_reduced or any(map(hooks_of, map(sharded_of, params))):
                 _tell(params, settings.when_reduced)
 
     def _scatter(
