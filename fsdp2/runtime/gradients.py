@@ -91,13 +91,8 @@ class Gradients:
 
     def follow_unsharded(self) -> None:
         """If the user froze or unfroze an unsharded parameter, or the sharded one meanwhile, do it to the other."""
-        if (
-            not list(map(needs_grad, self.unsharded))
-            == self.trainable
-            == list(map(needs_grad, map(sharded_of, self._params)))
-        ):
-            self.follow([param.unsharded for param in self._params])
-            self.sync_trainable()
+        self.follow([param.unsharded for param in self._params])
+        self.sync_trainable()
 
     def follow(self, forms: Sequence[nn.Parameter | None]) -> None:
         """If the user froze or unfroze one of `forms`, which the modules have held instead of the sharded parameters,

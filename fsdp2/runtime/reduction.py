@@ -263,8 +263,7 @@ class Reduction:
             flat[numel:].zero_()
         if plan.channel.roles.shard_size == 1:
             foreach_copy(flat.split(plan.sizes)[:num_grads], [grad.view(-1) for grad in grads])
-            return flat, None
-        if not numel:
+        if plan.channel.roles.shard_size == 1 or not numel:
             return flat, None
         if plan.wire_dtype != plan.dtype:
             grads = [grad.to(plan.wire_dtype) for grad in grads]
