@@ -1,7 +1,9 @@
 """Tensors that lie end to end in one block of memory, each with its own storage. Layer: below the layout.
 
-Views of one tensor share its storage: saving one writes all of them, two of them look tied, and changing one counts as
-changing the others. Carved tensors share only memory.
+    flat      [ a a a | b b | c c c c ]      one allocation
+    carved    [ a a a ] [ b b ] [ c c c c ]
+
+Views of `flat` would share its storage: saving one writes all, and changing one counts as changing the others.
 """
 
 from collections.abc import Sequence
@@ -17,20 +19,15 @@ _carved = WeakIdKeyDictionary()
 
 
 def can_carve(tensor: torch.Tensor) -> bool:
-    """Whether parts of `tensor` can have their own storages on its memory (through DLPack). Only on the CPU, until it
-    has been tried elsewhere: code that records streams or shares handles with other processes expects whole
-    allocations."""
+    """Whether parts of `tensor` can have their own storages on its memory (through DLPack). Only on the CPU: code that
+    records streams or shares handles with other processes expects whole allocations."""
     return type(tensor) is torch.Tensor and tensor.untyped_storage().device.type == "cpu"
 
 
 def carve(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """1-D tensors of `sizes` elements (none zero), end to end on the memory of `flat`, which lives as long as one of
-    them. Each has its own storage and version counter. (A DTensor on such a tensor can be deep-copied. On a view that
-    does not begin where its storage does, it cannot, because torch mistakes the offset for an address.)
-
-    Args:
-        flat: 1-D, contiguous, of ``sum(sizes)`` elements; `can_carve`.
-    """
+    """1-D tensors of `sizes` elements (none zero), end to end on the memory of `flat`, which is 1-D, contiguous, of
+    ``sum(sizes)`` elements and `can_carve`, and lives as long as one of them. Each has its own storage and version
+    counter. (A DTensor on such a tensor can be deep-copied; on a view behind the start of its storage it cannot.)"""
     pieces, start = [], 0
     base = base_of(flat)
     whole, first = _carved.get(flat if base is None else base, (flat if base is None else base, 0))

@@ -1,8 +1,7 @@
 """Pure geometry: how a tensor is cut over ranks, and how several share one buffer. No tensor, no process group.
 
-Sharding follows `torch.chunk`: every chunk but the last non-empty one has ``ceil(size / parts)`` entries along the
-shard dim, and chunks after it are empty. This holds for any number of parts, so the same class describes the shards and
-the larger chunks to which a unit reshards after forward.
+A tensor is cut as `torch.chunk` does it: ``ceil(size / parts)`` entries along the shard dim in every chunk but the last
+one that has any; chunks after that are empty. Shards and the larger chunks on a smaller mesh are cut in the same way.
 """
 
 from collections.abc import Sequence
@@ -10,7 +9,25 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from math import prod
-from typing import overload
+from typing import Any
+
+
+@dataclass(frozen=True)
+class _Bounds(Sequence[int]):
+    """`chunk_bounds` times `scale`, computed on access, because a rank among thousands needs only two of them."""
+
+    size: int
+    parts: int
+    scale: int = 1
+
+    def __len__(self) -> int:
+        return self.parts + 1
+
+    def __getitem__(self, index: Any) -> Any:
+        found = range(self.parts + 1)[index]
+        if isinstance(found, range):
+            return [self[each] for each in found]
+        return min(found * -(-self.size // self.parts), self.size) * self.scale
 
 
 def chunk_bounds(size: int, parts: int) -> tuple[int, ...]:
@@ -19,32 +36,7 @@ def chunk_bounds(size: int, parts: int) -> tuple[int, ...]:
     >>> chunk_bounds(3, 4)
     (0, 1, 2, 3, 3)
     """
-    chunk = -(-size // parts)
-    return tuple(min(index * chunk, size) for index in range(parts + 1))
-
-
-class _Bounds(Sequence[int]):
-    """`chunk_bounds` times `scale`, computed on access, because a rank among thousands needs only two of them."""
-
-    __slots__ = ("_chunk", "_parts", "_scale", "_size")
-
-    def __init__(self, size: int, parts: int, scale: int = 1):
-        self._size = size
-        self._parts = parts
-        self._scale = scale
-        self._chunk = -(-size // parts)
-
-    def __len__(self) -> int:
-        return self._parts + 1
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(len(self))[index]]
-        return min(range(self._parts + 1)[index] * self._chunk, self._size) * self._scale
+    return tuple(_Bounds(size, parts))
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -24,9 +24,8 @@ from torch.distributed.tensor import Shard
 from fsdp2._torch import flatten_mesh, new_group_of, real_tensors
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 
-# Meshes to which units reshard after forward, by the default process group, the mesh that they were created from and
-# the size. Creating one creates process groups, which all units of that mesh share. (After `destroy_process_group` an
-# equal mesh has other groups.)
+# Meshes to which units reshard after forward, by the default process group (after `destroy_process_group` an equal mesh
+# has other groups), the mesh that they were created from, and the size. All units of that mesh share their groups.
 _smaller_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[DeviceMesh, int], DeviceMesh]] = WeakKeyDictionary()
 
 
@@ -95,27 +94,6 @@ class MeshRoles:
         return None if self.shard_axis is None else self.mesh.get_group(self.shard_axis)
 
     @cached_property
-    def replicate_size(self) -> int:
-        """The number of copies of the parameters."""
-        if self.flat is not None:
-            return self.flat.size()
-        return 1 if self.replicate_axis is None else self.mesh.size(self.replicate_axis)
-
-    @cached_property
-    def replicate_rank(self) -> int:
-        """The index of this rank's replica."""
-        if self.flat is not None:
-            return self.flat.get_local_rank()
-        return 0 if self.replicate_axis is None else self.mesh.get_local_rank(self.replicate_axis)
-
-    @cached_property
-    def replicate_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same shard as this one; None without a replicate axis."""
-        if self.flat is not None:
-            return self.flat.get_group()
-        return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
-
-    @cached_property
     def shard(self) -> Axis:
         """The shard axis, which must exist."""
         assert self.shard_group is not None
@@ -124,8 +102,24 @@ class MeshRoles:
     @cached_property
     def replicate(self) -> Axis:
         """The replicate axis, which must exist."""
-        assert self.replicate_group is not None
-        return Axis(self.replicate_group, self.replicate_size, self.replicate_rank)
+        assert self.replicate_axis is not None
+        mesh, axis = (self.mesh, self.replicate_axis) if self.flat is None else (self.flat, 0)
+        return Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
+
+    @cached_property
+    def replicate_size(self) -> int:
+        """The number of copies of the parameters."""
+        return 1 if self.replicate_axis is None else self.replicate.size
+
+    @cached_property
+    def replicate_rank(self) -> int:
+        """The index of this rank's replica."""
+        return 0 if self.replicate_axis is None else self.replicate.rank
+
+    @cached_property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shard as this one; None without a replicate axis."""
+        return None if self.replicate_axis is None else self.replicate.group
 
     @cached_property
     def any_group(self) -> dist.ProcessGroup:
@@ -158,30 +152,25 @@ class MeshRoles:
         return replace(self, replicate_axis=0, shard_axis=None, sharded_replicas=False, flat=flat)
 
     def smaller(self, size: int) -> "MeshRoles":
-        """Roles on the mesh to which units reshard after forward: the shard axis cut into groups of `size` ranks.
-
-        The ranks of one group together hold a parameter once; the groups replicate it. The first call for a mesh and
-        size creates process groups, so every rank of the mesh must make these calls in the same order.
-        """
+        """Roles on the mesh to which units reshard after forward: the shard axis cut into groups of `size` ranks, which
+        together hold a parameter once. The first call for a mesh and size creates process groups, so every rank of the
+        mesh must make these calls in the same order."""
         world = dist.group.WORLD
         assert world is not None
         known, key = _smaller_meshes.setdefault(world, {}), (self.mesh, size)
         if key not in known:
-            known[key] = self._make_smaller(size)
+            with real_tensors():
+                ranks = self.shard_mesh.mesh.view(-1, size)
+                group, place = divmod(self.shard_rank, size)
+                # `DeviceMesh` would make all groups of a mesh and count them to name them. Where this mesh is part of a
+                # larger one, other ranks make another mesh, and groups of different ranks would have one name.
+                backend = dist.get_backend_config(self.shard.group)
+                own = ranks[:, place].tolist(), ranks[group].tolist()
+                groups = [new_group_of(each, backend, "smaller") for each in own]
+                known[key] = DeviceMesh.from_group(
+                    groups, self.mesh.device_type, mesh=ranks, mesh_dim_names=("groups", "shard")
+                )
         return MeshRoles(known[key], replicate_axis=0, shard_axis=1)
-
-    def _make_smaller(self, size: int) -> DeviceMesh:
-        assert self.shard_axis is not None
-        with real_tensors():
-            ranks = self.shard_mesh.mesh.view(-1, size)
-            group, place = divmod(self.shard_rank, size)
-            # `DeviceMesh` would make all groups of a mesh and count them to name them. Where this mesh is part of a
-            # larger one, other ranks make another mesh, and groups of different ranks would have one name.
-            backend = dist.get_backend_config(self.shard.group)
-            own = ranks[:, place].tolist(), ranks[group].tolist()
-            groups = [new_group_of(each, backend, "smaller") for each in own]
-            names = ("groups", "shard")
-            return DeviceMesh.from_group(groups, self.mesh.device_type, mesh=ranks, mesh_dim_names=names)
 
 
 def roles_of(mesh: DeviceMesh) -> MeshRoles:

@@ -55,20 +55,15 @@ class MixedPrecisionPolicy:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             _check_dtype(name, getattr(self, name))
         check_bool("MixedPrecisionPolicy: cast_forward_inputs", self.cast_forward_inputs)
-        override = self.param_dtype_override_fn
+        override, wire, summed = self.param_dtype_override_fn, self.reduce_scatter_dtype, self.reduce_dtype
         if override is not None and not callable(override):
-            raise ArgumentError(
-                f"param_dtype_override_fn: expected a function of a parameter or None, got {override!r}"
-            )
+            raise _unfit("param_dtype_override_fn", "a function of a parameter or None", repr(override))
         if self.all_gather_dtype not in (None, torch.int8):
-            raise ArgumentError(f"all_gather_dtype: expected torch.int8 or None, got {self.all_gather_dtype}")
-        wire = self.reduce_scatter_dtype
+            raise _unfit("all_gather_dtype", "torch.int8 or None", self.all_gather_dtype)
         if wire not in (None, torch.bfloat16, torch.float16):  # narrower ones would need a scale
-            raise ArgumentError(f"reduce_scatter_dtype: expected bfloat16, float16 or None, got {wire!r}")
-        if wire is not None and self.reduce_dtype is not None and wire.itemsize >= self.reduce_dtype.itemsize:
-            raise ArgumentError(
-                f"reduce_scatter_dtype: expected a dtype narrower than reduce_dtype={self.reduce_dtype}, got {wire}"
-            )
+            raise _unfit("reduce_scatter_dtype", "bfloat16, float16 or None", repr(wire))
+        if wire is not None and summed is not None and wire.itemsize >= summed.itemsize:
+            raise _unfit("reduce_scatter_dtype", f"a dtype narrower than reduce_dtype={summed}", wire)
 
 
 @dataclass(frozen=True)
@@ -124,23 +119,22 @@ class CPUOffloadPolicy(OffloadPolicy):
         return self.pin_memory
 
 
-def _is_dtype(value: Any) -> bool:
-    return isinstance(value, torch.dtype)
+def _unfit(name: str, expected: str, got: object) -> ArgumentError:
+    return ArgumentError(f"{name}: expected {expected}, got {got}")
 
 
 def _check_dtype(name: str, value: Any) -> None:
-    if value is None or (_is_dtype(value) and (value.is_floating_point or value.is_complex)):
+    if value is None or (isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex)):
         return
-    hint = ""
-    if isinstance(value, str):
-        dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(value, value), None)
-        hint = f"; pass {dtype}" if _is_dtype(dtype) else ""
-    raise ArgumentError(f"MixedPrecisionPolicy: {name}: expected a floating-point dtype or None, got {value!r}{hint}")
+    named = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(value, value) if type(value) is str else ""
+    dtype = getattr(torch, named, None)
+    hint = f"; pass {dtype}" if isinstance(dtype, torch.dtype) else ""
+    raise _unfit(f"MixedPrecisionPolicy: {name}", "a floating-point dtype or None", f"{value!r}{hint}")
 
 
 def check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise ArgumentError(f"{name}: expected a bool, got {value!r}")
+        raise _unfit(name, "a bool", repr(value))
 
 
 class Sharding:
@@ -212,11 +206,6 @@ class UnitSettings:
     zero: Sharding | None = None
     when_reduced: tuple[Callable[[Sequence[Any]], None], ...] = ()
     features: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def reshards_before_backward(self) -> bool:
-        """Whether a forward that a backward may follow ends with resharding."""
-        return bool(self.reshard_after_forward)
 
     @property
     def ends_step(self) -> bool:

@@ -1,6 +1,4 @@
-"""`Settings`: the setters of `FSDPModule`: when and how a unit gathers and reduces. Layer: module.
-
-They change the units' `UnitSettings`, which are read when they are needed, and the param groups' channels.
+"""`Settings`: the setters of `FSDPModule`. They change `UnitSettings` and the param groups' channels. Layer: module.
 
 The class precedes the model's own in the class of a sharded module, so it has only documented names: any other could
 hide a method of the model. Helpers are functions below.
@@ -33,11 +31,9 @@ class Settings:
     # --- when to reduce ----------------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward passes finish their reductions before they return (default True).
-
-        Applies to the whole tree of the root, on which to call it. Set False for all microbatches but the last, which
-        waits for all reductions. Parameters that were prefetched but not used stay for the next backward.
-        """
+        """Whether the next backward passes finish their reductions before they return (default True). Call it on the
+        root, for the whole tree. Set False for all microbatches but the last, which waits for all reductions.
+        Parameters that were prefetched but not used stay for the next backward."""
         unit = unit_for(self)
         root = unit if unit.step is None else unit.step.root()
         assert root is not None
@@ -71,9 +67,8 @@ class Settings:
         """Whether trainable parameters without a gradient are reduced as zeros (default False). Recursive. For models
         in which ranks use different parameters: all ranks then reduce the same parameters in the same order, at the end
         of backward (so the gradients of the whole unit stay until then)."""
-        change_settings(
-            self, recurse, reduce_unused=boolean("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        )
+        unused = boolean("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        change_settings(self, recurse, reduce_unused=unused)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be in flight before compute waits for the oldest (default 1); the largest number in
@@ -104,17 +99,15 @@ class Settings:
 
         Args:
             hook: called as ``hook(flat)``; where the unit's parameters are on several meshes, as ``hook(flat, mesh)``
-                for those of each mesh. None removes it.
-            stream: run the hook on this stream of the accelerator. Not allowed with a replicate axis, where the hook
-                runs on the all-reduce stream.
+                for each mesh. None removes it.
+            stream: of the accelerator, on which the hook runs. With a replicate axis it runs on the all-reduce stream.
 
         Raises:
-            ArgumentError: the unit's parameters are on several meshes, and `hook` takes no mesh; or `stream` with a
-                replicate axis.
+            ArgumentError: there are several meshes, and `hook` takes no mesh; or `stream` with a replicate axis.
         """
         groups = groups_of(self)
         meshes = {group.roles.mesh for group in groups}
-        if len(meshes) > 1 and hook is not None and not _takes(hook, 2):
+        if len(meshes) > 1 and hook is not None and not _takes_mesh(hook):
             raise ArgumentError(
                 f"set_all_reduce_hook: the unit's parameters are on the meshes {sorted(map(str, meshes))}; expected a "
                 "hook that is called as hook(flat, mesh)"
@@ -131,30 +124,19 @@ class Settings:
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Use a custom all-gather for this unit; see `fsdp2.comm.custom.AllGather`. Every rank must set the same.
-
-        Raises:
-            ArgumentError: the unit's parameters are on several meshes.
-        """
+        Raises `ArgumentError` if the unit's parameters are on several meshes."""
         _by_feature("set_custom_all_gather", self, comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Use a custom reduce-scatter for this unit; see `fsdp2.comm.custom.ReduceScatter`. Every rank must set the
-        same.
-
-        Raises:
-            ArgumentError: the unit's parameters are on several meshes, or its policy has a `reduce_scatter_dtype`.
-        """
+        same. Raises `ArgumentError` if the unit's parameters are on several meshes, or its policy has a
+        `reduce_scatter_dtype`."""
         _by_feature("set_custom_reduce_scatter", self, comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether this unit's communication buffers come from the process group (NCCL: registered memory). Data is
-        copied in and out, so this helps only where the backend is faster with its own memory.
-
-        On a backend without such memory (gloo; NCCL where the device has no multicast) it warns and changes nothing.
-
-        Raises:
-            MisuseError: a custom collective was set before.
-        """
+        copied in and out, so this helps only where the backend is faster with its own memory. On a backend without such
+        memory it warns and changes nothing. Raises `MisuseError` if a custom collective was set before."""
         _by_feature("set_allocate_memory_from_process_group_for_comm", self, boolean("enable", enable))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -171,10 +153,8 @@ class Settings:
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reduce-scatters have their own process group (default False). Recursive. An NCCL group runs one
-        collective at a time, so that all-gathers and reduce-scatters in backward wait for each other.
-
-        The first call for a mesh creates the group and is collective. Later calls reuse it.
-        """
+        collective at a time, so that all-gathers and reduce-scatters in backward wait for each other. The first call
+        for a mesh creates the group and is collective; later calls reuse it."""
         for unit in _units(self, recurse):
             for group in unit.groups:
                 group.channel.separate_reduce_scatter(boolean("enable", enable))
@@ -250,9 +230,9 @@ def _by_feature(name: str, *args: Any) -> None:
     hooks.implementation(hooks.setters, name, name)(*args)
 
 
-def _takes(function: Callable[..., Any], num_args: int) -> bool:
+def _takes_mesh(hook: Callable[..., Any]) -> bool:
     try:
-        inspect.signature(function).bind(*range(num_args))
+        inspect.signature(hook).bind(None, None)
     except TypeError:
         return False
     except ValueError:  # compiled code may have no signature

@@ -77,7 +77,7 @@ class Unreduced:
     def _warn_of_partial(self, units: list[Unit]) -> None:
         """Warn, once, if a backward for some inputs gave gradients to some units, and not to all that ran."""
         arrived = [unit for unit in units if _has_arrived(unit)]
-        if not arrived or any(unit.settings.reshards_before_backward for unit in arrived):
+        if not arrived or any(unit.settings.reshard_after_forward for unit in arrived):
             return
         ran = [unit for unit in units if unit not in arrived and unit.state.first_node >= units[0].state.first_node]
         missed = [unit.fqn for unit in ran if any(group.gradients.has_trainable for group in unit.groups)]

@@ -50,7 +50,7 @@ class Prediction:
     def after_forward(self) -> None:
         """Reshard what was prefetched and did not run."""
         for unit in [weak() for weak in self._guesses if weak not in self._starts]:
-            if unit is not None and unit.settings.reshards_before_backward:
+            if unit is not None and unit.settings.reshard_after_forward:
                 unit.reshard()
 
 
