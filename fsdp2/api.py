@@ -1,7 +1,5 @@
-"""`fully_shard`: validate, group, build, swap. Layer: api.
-
-Everything is checked before anything is changed, so that a call that raises leaves the module as it was.
-"""
+"""`fully_shard`: check everything, then group, build and swap. A call that raises leaves the module as it was.
+Layer: api."""
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,7 +10,7 @@ from warnings import warn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2._torch import composable_apis, parameter_slots
+from fsdp2._torch import is_replicated, parameter_slots
 from fsdp2.arguments import (
     PlacementFn,
     Placing,
@@ -343,7 +341,7 @@ def _managed_modules(
         while stack:
             prefix, module = stack.pop()
             is_others = module not in roots and (unit_of(module) is not None or module in apart)
-            if module in seen or is_others or "replicate" in composable_apis(module):
+            if module in seen or is_others or is_replicated(module):
                 continue
             seen.add(module)
             yield prefix, module

@@ -1,8 +1,7 @@
 """`FSDPModule`: the methods that `fully_shard` gives to a module, by swapping its class. Layer: module.
 
-The class of a sharded module is created on demand, with `FSDPModule` before the original class, so that both
-``isinstance`` checks hold. It also derives from torch's public `FSDPModule`, for third-party code that checks for that
-class; every method of it is overridden.
+The class of a sharded module, ``(FSDPModule, original class)``, is made on demand. `FSDPModule` also derives from
+torch's public one, for code that checks for that, and overrides every method of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,20 +65,14 @@ class GradientReductionHandle:
         self._ticket = ticket  # None: there was nothing to reduce
 
     def wait(self) -> None:
-        """Complete the sharded gradients. A second call does nothing.
-
-        Raises:
-            OrderError: `reset_iter_state` was called since.
-        """
+        """Complete the sharded gradients. A second call does nothing. Raises `OrderError` if `reset_iter_state` was
+        called since."""
         if self._step is not None and self._ticket is not None:
             self._step.finish_ticket(self._ticket)
 
 
 class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every method is overridden, with our own types
-    """The methods that a sharded module has in addition to those of its original class.
-
-    Its base class `Settings` has the methods that change settings.
-    """
+    """The methods that a sharded module has in addition to those of its original class; setters are in `Settings`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A plain module of the original class: containers create new containers of their class when they are
@@ -99,24 +92,20 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        name = type(self).__name__
         raise MisuseError(
-            f"a sharded {type(self).__name__} cannot be pickled. Save its state_dict() with "
-            "torch.distributed.checkpoint."
+            f"a sharded {name} cannot be pickled. Save its state_dict() with torch.distributed.checkpoint."
         )
 
     # --- forms of the parameters -------------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather the parameters of this module's unit (not those of the sharded modules below it).
-
-        Collective over the shard group. They stay unsharded until `reshard`, or until a forward or backward of this
-        module ends and reshards them.
+        """All-gather the parameters of this module's unit (not those of the sharded modules below it). Collective over
+        the shard group. They stay unsharded until `reshard`, or until a forward or backward of this module ends and
+        reshards them. Raises `OrderError` if parameters are still on the meta device.
 
         Args:
             async_op: return at once; the parameters are usable after the handle's `wait`. The next forward also waits.
-
-        Raises:
-            OrderError: parameters are still on the meta device.
 
         Example::
 
@@ -163,7 +152,11 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
                 if not set_to_none:
                     group.settle()
                 if group.phase is not Phase.SHARDED:
-                    _clear_grads([param.sharded for param in group.params], set_to_none)
+                    for param in group.params:
+                        if set_to_none:
+                            param.sharded.grad = None
+                        elif param.sharded.grad is not None:
+                            param.sharded.grad.detach_().zero_()
         super(_TorchFSDPModule, self).zero_grad(set_to_none)
         for hook in hooks.after_zero_grad:
             hook(self)
@@ -175,33 +168,22 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
 
         Waits for communication in flight, reshards all units, and drops gradients that were not reduced (those on
         sharded parameters stay); with `share_comm_ctx` also those of other roots that are being reduced. Does nothing
-        before the first forward.
-
-        Raises:
-            OrderError: this module is not the root; or, with `share_comm_ctx`, another root's
-                ``finalize_backward(async_op=True)`` has not been waited for.
+        before the first forward. Raises `OrderError` if this module is not the root, or, with `share_comm_ctx`, another
+        root's ``finalize_backward(async_op=True)`` has not been waited for.
         """
         unit = unit_for(self)
-        step = unit.step
-        if step is None:
-            return
-        if step.root() is not unit:
-            raise OrderError(f"reset_iter_state: '{unit.fqn}' is not the root; call it on the outermost sharded module")
-        step.reset()
+        _check_root(unit, "reset_iter_state", "the outermost sharded module")
+        if unit.step is not None:
+            unit.step.reset()
 
     # --- gradients finished by hand ----------------------------------------------------------------------------------
 
     def set_manual_backward_finalization(self, enable: bool) -> None:
-        """Whether backward leaves gradients unreduced until `finalize_backward` (default False). Root only; takes
-        effect at the next backward. For pipelines, and for overlapping reductions with other work. In this mode
-        `set_is_last_backward` has no meaning.
-
-        Raises:
-            OrderError: this module is not the root.
-        """
-        unit, step = unit_for(self), unit_for(self).step
-        if step is not None and not step.is_provisional and step.root() is not unit:
-            raise OrderError(f"set_manual_backward_finalization: '{unit.fqn}' is not the root; call it on that")
+        """Whether backward leaves gradients unreduced until `finalize_backward` (default False). For pipelines, and for
+        overlapping reductions with other work. Takes effect at the next backward; then `set_is_last_backward` has no
+        meaning. Raises `OrderError` if this module is not the root."""
+        unit = unit_for(self)
+        _check_root(unit, "set_manual_backward_finalization")
         unit.settings = replace(unit.settings, manual_finalization=boolean("enable", enable))
 
     def finalize_backward(self, *, async_op: bool = False) -> "GradientReductionHandle | None":
@@ -231,8 +213,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             if not unit.settings.manual_finalization:
                 raise OrderError("finalize_backward: call set_manual_backward_finalization(True) before the backward")
             return GradientReductionHandle(None, None) if async_op else None
-        if step.root() is not unit:
-            raise OrderError(f"finalize_backward: '{unit.fqn}' is not the root; call it on that")
+        _check_root(unit, "finalize_backward")
         ticket = step.finalize(async_op)
         return GradientReductionHandle(step, ticket) if async_op else None
 
@@ -242,21 +223,15 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         return unit_for(self)
 
 
-def _clear_grads(params: Sequence[nn.Parameter], set_to_none: bool) -> None:
-    for param in params:
-        if set_to_none:
-            param.grad = None
-        elif param.grad is not None:
-            param.grad.detach_().zero_()
+def _check_root(unit: Unit, call: str, hint: str = "that") -> None:
+    if unit.step is not None and not unit.step.is_provisional and unit.step.root() is not unit:
+        raise OrderError(f"{call}: '{unit.fqn}' is not the root; call it on {hint}")
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make a method other than `forward` an entry point: calling it unshards, and backward may start from its output.
-
-    Does nothing on a module that is not sharded, so model code may call it unconditionally.
-
-    Raises:
-        ArgumentError: the module has no such method.
+    Does nothing on a module that is not sharded, so model code may call it unconditionally. Raises `ArgumentError` if
+    the module has no such method.
 
     Example::
 
@@ -287,11 +262,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     """Let several roots share their reductions: the last backward of one of them finishes those of all, and
     `set_reduce_scatter_max_input_buffers` counts them together. For models that run in parts, such as pipeline stages.
-    Communication streams belong to the device and are always shared.
-
-    Raises:
-        ArgumentError: something in the list is not a sharded module.
-    """
+    Communication streams belong to the device and are always shared. Raises `ArgumentError` for what is not a sharded
+    module."""
     units = [unit_in("share_comm_ctx", module) for module in modules]
     shared = InFlight()
     for unit in units:

@@ -33,7 +33,7 @@ from fsdp2.nothing import NOTHING
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
-    """`DTensorSpec` holds the global shape and stride, which `DTensor.from_local` would compute at each call."""
+    """The global shape and stride, which `DTensor.from_local` would compute at each call."""
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
@@ -44,7 +44,7 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """One mesh with the axes of several submeshes of one mesh, in this order, and their process groups. (Slicing the
-    root mesh by names would need names that exist there; flattened axes are not among them.)"""
+    root mesh by names finds no flattened axes.)"""
     with real_tensors():
         return DeviceMesh._concatenate(list(meshes))
 
@@ -65,10 +65,10 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return mesh._flatten()
 
 
-def same_root_mesh(one: DeviceMesh, other: DeviceMesh) -> bool:
+def same_root_mesh(*meshes: DeviceMesh) -> bool:
     """Whether two meshes are parts of the same mesh, or of equal ones: a DTensor's mesh may come from a cache."""
     with real_tensors():
-        return torch.equal(one._get_root_mesh().mesh.flatten(), other._get_root_mesh().mesh.flatten())
+        return torch.equal(*(mesh._get_root_mesh().mesh.flatten() for mesh in meshes))
 
 
 def make_dtensor(
@@ -221,11 +221,11 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     return list(map(_storage_id, map(_storage_of, tensors)))
 
 
-def composable_apis(module: nn.Module) -> set[str]:
-    """Names of torch's composable APIs that were applied to `module` ("replicate", "checkpoint"), which their
-    `contract` decorator notes in an attribute with a random suffix."""
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's composable `replicate` was applied: its `contract` decorator notes names in an attribute with a
+    random suffix."""
     notes = [value for key, value in module.__dict__.items() if key.startswith("__composable_api_state_key")]
-    return {name for note in notes if isinstance(note, dict) for name in note if isinstance(name, str)}
+    return any(isinstance(note, dict) and "replicate" in note for note in notes)
 
 
 # Many copies (and casts) in one call, one kernel on an accelerator; of lists that are not empty.

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp2._torch import composable_apis
+from fsdp2._torch import is_replicated
 from fsdp2.runtime.parameter import managed_by
 from fsdp2.runtime.step import Step
 
@@ -91,7 +91,7 @@ def _never_reduced(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     seen: set[nn.Module] = set()
     while stack:
         prefix, module = stack.pop()
-        if module in seen or isinstance(module, DistributedDataParallel) or "replicate" in composable_apis(module):
+        if module in seen or isinstance(module, DistributedDataParallel) or is_replicated(module):
             continue
         seen.add(module)
         for name, param in module.named_parameters(recurse=False):

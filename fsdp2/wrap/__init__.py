@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2._torch import composable_apis
+from fsdp2._torch import is_replicated
 from fsdp2.api import fully_shard
 from fsdp2.arguments import parameter_set
 from fsdp2.errors import ArgumentError, MisuseError
@@ -163,7 +163,7 @@ def _plan(model: nn.Module, rule: Rule, ignored: Any) -> tuple[dict[nn.Module, W
         if module in seen:
             return
         seen.add(module)
-        if unit_of(module) is not None or "replicate" in composable_apis(module):
+        if unit_of(module) is not None or is_replicated(module):
             held.update(module.parameters())
             return
         below = type(module).__name__ if isinstance(module, _READ_THEIR_CHILDREN) else reader
