@@ -35,6 +35,7 @@ from fsdp2.extras import int8 as _int8  # noqa: F401  # adds an `all_gather_dtyp
 from fsdp2.extras import pipelining as _pipelining  # noqa: F401
 from fsdp2.extras import prediction as _prediction  # noqa: F401
 from fsdp2.extras.activations import ActivationOffload, offload_activations
+from fsdp2.extras.finalization import GradientReductionHandle
 from fsdp2.extras.full_params import full_params
 from fsdp2.extras.joint_step import agree_on_step
 from fsdp2.extras.offload import Offload
@@ -46,7 +47,6 @@ from fsdp2.init import allocation as _allocation  # noqa: F401  # memory for uni
 from fsdp2.mesh import ShardPlacementResult
 from fsdp2.module import (
     FSDPModule,
-    GradientReductionHandle,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,

@@ -5,7 +5,6 @@ torch's public one, for code that checks for that, and overrides every method of
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import wraps
 from types import MethodType
 from typing import Any, Self
@@ -14,13 +13,13 @@ import torch
 import torch.distributed.fsdp
 from torch import nn
 
+from fsdp2.comm.base import Pending
 from fsdp2.errors import ArgumentError, MisuseError, OrderError
 from fsdp2.runtime import hooks
 from fsdp2.runtime.forward import entries, post_forward, pre_forward
-from fsdp2.runtime.in_flight import InFlight, Ticket
+from fsdp2.runtime.in_flight import InFlight
 from fsdp2.runtime.param_group import Phase
 from fsdp2.runtime.root import units_below
-from fsdp2.runtime.step import Step
 from fsdp2.runtime.unit import Unit, unit_for
 from fsdp2.settings import Settings, boolean, unit_in
 
@@ -55,20 +54,6 @@ class UnshardHandle:
         if self._unit is not None:
             self._unit.wait_for_unshard()
             self._unit = None
-
-
-class GradientReductionHandle:
-    """Reductions in flight, from ``module.finalize_backward(async_op=True)``."""
-
-    def __init__(self, step: Step | None, ticket: Ticket | None):
-        self._step = step
-        self._ticket = ticket  # None: there was nothing to reduce
-
-    def wait(self) -> None:
-        """Complete the sharded gradients. A second call does nothing. Raises `OrderError` if `reset_iter_state` was
-        called since."""
-        if self._step is not None and self._ticket is not None:
-            self._step.finish_ticket(self._ticket)
 
 
 class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every method is overridden, with our own types
@@ -182,11 +167,10 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         """Whether backward leaves gradients unreduced until `finalize_backward` (default False). For pipelines, and for
         overlapping reductions with other work. Takes effect at the next backward; then `set_is_last_backward` has no
         meaning. Raises `OrderError` if this module is not the root."""
-        unit = unit_for(self)
-        _check_root(unit, "set_manual_backward_finalization")
-        unit.settings = replace(unit.settings, manual_finalization=boolean("enable", enable))
+        name = "set_manual_backward_finalization"
+        hooks.implementation(hooks.setters, name, name)(self, boolean("enable", enable))
 
-    def finalize_backward(self, *, async_op: bool = False) -> "GradientReductionHandle | None":
+    def finalize_backward(self, *, async_op: bool = False) -> Pending | None:
         """Reduce all gradients and reshard, after the last backward in manual mode. Collective: every rank must call
         it. Does nothing if no backward has reached the sharded modules.
 
@@ -208,14 +192,8 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             model.set_requires_gradient_sync(True)
             model.finalize_backward()
         """
-        unit, step = unit_for(self), unit_for(self).step
-        if step is None:
-            if not unit.settings.manual_finalization:
-                raise OrderError("finalize_backward: call set_manual_backward_finalization(True) before the backward")
-            return GradientReductionHandle(None, None) if async_op else None
-        _check_root(unit, "finalize_backward")
-        ticket = step.finalize(async_op)
-        return GradientReductionHandle(step, ticket) if async_op else None
+        finalize = hooks.implementation(hooks.setters, "finalize_backward", "finalize_backward")
+        return finalize(self, async_op)  # type: ignore[no-any-return]
 
     # --- ours --------------------------------------------------------------------------------------------------------
 

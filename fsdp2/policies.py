@@ -183,7 +183,6 @@ class UnitSettings:
         all_reduce_hook: called with the flat reduced gradients before the parameters get them, and their mesh; and the
         stream to call it on.
         predicts_forward: prefetch in forward the unit that ran next in the last iterations; read on the root only.
-        manual_finalization: backward leaves gradients for `finalize_backward`; root only.
         zero: what waits for the last backward of a step; None: nothing does.
         when_reduced: called with the managed parameters of a reduction when they have their gradients, in the last
         backward of a step.
@@ -202,7 +201,6 @@ class UnitSettings:
     max_input_buffers: int = 1
     all_reduce_hook: tuple[Callable[[torch.Tensor, DeviceMesh], None], torch.Stream | None] | None = None
     predicts_forward: bool = False
-    manual_finalization: bool = False
     zero: Sharding | None = None
     when_reduced: tuple[Callable[[Sequence[Any]], None], ...] = ()
     features: Mapping[str, Any] = field(default_factory=dict)

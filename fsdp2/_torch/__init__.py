@@ -147,16 +147,6 @@ number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr")
 will_run_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
-def captures(leaf_node: Any) -> bool:
-    """Whether the backward that runs now is `torch.autograd.grad` with respect to the leaf of `leaf_node`: torch raises
-    then."""
-    try:
-        will_run_node(leaf_node)
-    except RuntimeError:
-        return True
-    return False
-
-
 def backward_is_running() -> bool:
     """Whether this thread runs a backward pass."""
     return running_backward() != -1

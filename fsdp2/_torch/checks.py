@@ -4,6 +4,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import nn
 
 # `Module._non_persistent_buffers_set`: without making a state dict.
@@ -18,3 +19,13 @@ def makes_empty(fn: Any) -> bool:
     on a module above that is not sharded."""
     code = getattr(fn, "__code__", None)
     return code is not None and any(code is const for const in _to_empty.__code__.co_consts)
+
+
+def captures(leaf_node: Any) -> bool:
+    """Whether the backward that runs now is `torch.autograd.grad` with respect to the leaf of `leaf_node`: torch raises
+    then."""
+    try:
+        torch._C._will_engine_execute_node(leaf_node)
+    except RuntimeError:
+        return True
+    return False

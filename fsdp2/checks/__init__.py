@@ -2,6 +2,7 @@
 
 ::
 
+    captured    `torch.autograd.grad` with respect to an unsharded parameter
     emptied     parameters that `to_empty` left, and nobody filled
     names       a name of the model that a method of ours would hide
     left_out    trainable parameters that no unit manages
@@ -12,13 +13,19 @@
 Importing this package plugs them into the hooks of the runtime, which knows none of them.
 """
 
-from fsdp2.checks import emptied, left_out, names, replicas, step_hook, unreduced
+from fsdp2.checks import captured, emptied, left_out, names, replicas, step_hook, unreduced
 from fsdp2.runtime import hooks
 
 hooks.units_drafted.append(names.check_drafts)
 hooks.params_ignored.append(left_out.note_ignored)
 hooks.param_sharded.append(replicas.note_sample)
 hooks.unit_made.append(step_hook.install_step_hooks)
-hooks.root_made += [replicas.check_root, emptied.watch_root, left_out.watch_root, unreduced.watch_root]
+hooks.root_made += [
+    captured.watch_root,
+    replicas.check_root,
+    emptied.watch_root,
+    left_out.watch_root,
+    unreduced.watch_root,
+]
 hooks.before_apply.append(emptied.before_apply)
 hooks.after_zero_grad.append(unreduced.check_zero_grad)

@@ -16,7 +16,8 @@ from torch import nn
 from fsdp2._torch import backward_is_running
 from fsdp2.checks.step_hook import when_gradients_are_final
 from fsdp2.errors import OrderError
-from fsdp2.runtime.step import Finalization, Step
+from fsdp2.extras.finalization import is_waited_for
+from fsdp2.runtime.step import Step
 from fsdp2.runtime.unit import Unit
 
 _waiting: "WeakSet[Unreduced]" = WeakSet()
@@ -27,6 +28,8 @@ def watch_root(step: Step) -> None:
     unreduced = Unreduced(step)
     step.hooks.after_forward.append(unreduced.after_forward)
     step.hooks.after_forward_alone.append(unreduced.after_forward)
+    step.hooks.backward_begins.append(unreduced.backward_begins)
+    step.hooks.reached_in_part.append(unreduced.reached_in_part)
     step.hooks.before_last_reductions.append(unreduced.after_backward)
     step.hooks.on_reset.append(unreduced.reset)
 
@@ -36,6 +39,7 @@ class Unreduced:
 
     def __init__(self, step: Step) -> None:
         self._step = ref(step)
+        self._is_partial = False  # the running backward computes the gradients of some inputs only
         self._has_reduced = False  # into sharded gradients, ever
         self._expects = False  # a forward ran with gradients, and none has come since
         self._left_by: WeakKeyDictionary[Unit, str] = WeakKeyDictionary()  # unit -> the call that left its gradients
@@ -50,19 +54,27 @@ class Unreduced:
             self._expects = True
             _waiting.add(self)
 
+    def backward_begins(self) -> None:
+        """It may be a whole one."""
+        self._is_partial = False
+
+    def reached_in_part(self, unit: Unit) -> None:
+        """Backward reaches `unit`; unless that sees no end of its backward, for some inputs only."""
+        self._is_partial = self._is_partial or unit.state.sees_end
+
     def after_backward(self) -> None:
         """A backward has ended, or is finalised."""
         step = self._step()
         assert step is not None
         self._num_backwards += 1
-        units, is_finalized = step.units, step.finalization is Finalization.RUNNING
-        if step.is_partial:
+        units, is_finalized = step.units, step.finishes is True
+        if self._is_partial:
             self._warn_of_partial(units)
         if self._expects:
             self._expects = not any(map(_has_arrived, units))
         is_last = step.is_last_backward
         left = [unit for unit in units if not (is_last and unit.settings.ends_step)]
-        causes = {unit: _what_leaves(unit, step.finalization is Finalization.DUE) for unit in left}
+        causes = {unit: _what_leaves(unit, step.finishes is False) for unit in left}
         self._left_by.clear()
         self._left_by.update({unit: cause for unit, cause in causes.items() if cause})
         if not self._has_reduced:
@@ -117,7 +129,7 @@ class Unreduced:
     def _find(self, step: Step, ids: set[int]) -> list[tuple[str, str]]:
         """The units that have unreduced gradients of parameters with these ids, and the call that left them."""
         found = {unit.fqn: cause for unit, cause in self._left_by.items() if _has_unreduced(unit, ids)}
-        late = "set_is_last_backward(False)" if step.reductions.ticket is None else "a handle that was not waited for"
+        late = "a handle that was not waited for" if is_waited_for(step) else "set_is_last_backward(False)"
         for fqn in step.reductions.fqns_of(ids):
             found.setdefault(fqn, late)
         return list(found.items())

@@ -24,6 +24,7 @@ from weakref import WeakSet, ref
 
 from fsdp2._torch.shared import set_fully_shard_state
 from fsdp2.errors import OrderError
+from fsdp2.extras.finalization import before_finalize
 from fsdp2.runtime import hooks
 from fsdp2.runtime.state import Stage
 from fsdp2.runtime.step import Step
@@ -96,7 +97,6 @@ def _check_root(step: Step) -> None:
 def _follow_root(step: Step) -> None:
     weak = ref(step)
     step.hooks.before_last_reductions.append(lambda: _note_lost(_alive(weak)))
-    step.hooks.before_finalize.append(lambda: _check_root(_alive(weak)))
 
 
 def _alive(weak: "ref[Step]") -> Step:
@@ -107,3 +107,4 @@ def _alive(weak: "ref[Step]") -> Step:
 
 hooks.unit_made.append(_register)
 hooks.root_made.append(_follow_root)
+before_finalize.append(_check_root)

@@ -422,7 +422,8 @@ def make_tiles(unit: Unit) -> None:
         group.gradients.wholes = of_group
     kind = _LinearTile if isinstance(layer, _TiledLinear) else _EmbeddingTile
     policy = replace(unit.policy, output_dtype=None)  # the outputs of the layer are cast
-    settings = replace(unit.settings, manual_finalization=False)  # the root's, which no tile is
+    features = {name: value for name, value in unit.settings.features.items() if name != "manual_finalization"}
+    settings = replace(unit.settings, features=features)  # without that of the root, which no tile is
     modules = [kind(layer, layout, start, num_rows) for start, num_rows in spans]
     for index, (module, (start, num_rows)) in enumerate(zip(modules, spans, strict=True)):
         lists = [

@@ -30,9 +30,9 @@ def pre_backward(unit: Unit, order: Pass | None, position: int, conversions: int
     """
     with profiler_range("FSDP::pre_backward", unit.fqn) if profiler_is_on() else NOTHING:
         step, state = unit.step, unit.state
-        is_known_whole = state.sees_end and backward_is_whole()
-        if not (is_known_whole or unit.settings.reshard_after_forward):  # the user may have unsharded parameters
-            _check_not_captured(unit)
+        if not (state.sees_end and backward_is_whole()):
+            for hook in step.hooks.reached_in_part:
+                hook(unit)
         if step.end is None or step.end() is None:
             step.expect_end_of_backward()
         if order is not None:
@@ -43,8 +43,6 @@ def pre_backward(unit: Unit, order: Pass | None, position: int, conversions: int
             return
         if state.settings.when_reduced:
             _check_not_stepped(unit)
-        if state.sees_end and not is_known_whole:
-            step.is_partial = True
         emit("pre_backward", unit.fqn)
         state.stage = Stage.BACKWARD
         state.to_run = set()
@@ -74,21 +72,6 @@ def _prefetch(unit: Unit, order: Pass, position: int) -> None:
         if target.settings.unshard_in_backward:
             with profiler_range("FSDP::backward_prefetch for", target.fqn):
                 target.unshard(prefetching=True)
-
-
-def _check_not_captured(unit: Unit) -> None:
-    """Raise within `torch.autograd.grad` with respect to an unsharded parameter, unless gradients are finalised by
-    hand: pipelines that split backward do that, and set the gradients themselves."""
-    root = unit.ready_step().root()
-    if not unit.settings.requires_gradient_sync or (root is not None and root.settings.manual_finalization):
-        return
-    for group in unit.groups:
-        if (fqn := group.gradients.find_captured()) is not None:
-            raise OrderError(
-                f"'{fqn}': torch.autograd.grad would return this rank's own gradient of it. Call loss.backward(), "
-                "which gives sharded parameters the mean over the ranks; for gradients of this rank compute the "
-                "loss within fsdp2.full_params(model)."
-            )
 
 
 def _check_not_stepped(unit: Unit) -> None:

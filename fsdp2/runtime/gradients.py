@@ -20,10 +20,9 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch import captures, grad_of, hooks_of, outside_transforms, running_backward
+from fsdp2._torch import grad_of, hooks_of, running_backward
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel
@@ -106,14 +105,6 @@ class Gradients:
     def has_trainable(self) -> bool:
         """Whether some unsharded parameter requires a gradient."""
         return any(self.trainable)
-
-    def find_captured(self) -> str | None:
-        """Within a backward: the FQN of an unsharded parameter whose gradient `torch.autograd.grad` will return. The
-        nodes are not kept: torch would go on with their stream when the program uses another one."""
-        pairs = zip(self._params, self.unsharded, strict=bool(self.unsharded))
-        with outside_transforms():
-            nodes = ((param.fqn, get_gradient_edge(each).node) for param, each in pairs if each.requires_grad)
-            return next((fqn for fqn, node in nodes if captures(node)), None)
 
     def forget_unsharded(self) -> None:
         """The unsharded parameters will be created again, unless they match by the next unshard."""

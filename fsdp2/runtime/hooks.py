@@ -31,7 +31,7 @@ before_apply: list[Callable[[Any, Callable[[Any], Any], bool], Callable[[], None
 # Called after `zero_grad` of a sharded module, with the module.
 after_zero_grad: list[Callable[[Any], None]] = []
 # Setters of `FSDPModule` that are implemented outside of the core, by name; called with the module and the arguments.
-setters: dict[str, Callable[..., None]] = {}
+setters: dict[str, Callable[..., Any]] = {}
 # By the `all_gather_dtype` of `MixedPrecisionPolicy`: makes the hooks of the all-gather of a managed parameter.
 gather_dtypes: dict[Any, Callable[[Any], Any]] = {}
 
@@ -51,9 +51,10 @@ class Hooks:
         unit_started: the forward of this unit starts, and its parameters are there; within its own backward not called.
         after_forward: the root's forward has ended, without an error.
         after_forward_alone: the same of a unit below the root, outside of the root's.
-        before_finalize: `finalize_backward` will reduce what manual backwards have left; a hook may refuse.
+        backward_begins: the first unit is reached, and will choose its settings for this backward.
+        reached_in_part: backward reaches this unit, and may compute the gradients of some inputs only.
         before_last_reductions: backward is over, and the gradients that are left will be reduced; or
-            `finalize_backward` will reduce those of earlier backwards.
+            those of earlier backwards will be.
         before_wait: all reductions of the last backward of a step have been issued, and will be waited for.
         after_backward: backward is over, and all reductions of it have been issued; if it is the last of a step, they
             are done.
@@ -65,7 +66,8 @@ class Hooks:
         self.unit_started: list[Callable[[Any], None]] = []
         self.after_forward: list[Callable[[], None]] = []
         self.after_forward_alone: list[Callable[[], None]] = []
-        self.before_finalize: list[Callable[[], None]] = []
+        self.backward_begins: list[Callable[[], None]] = []
+        self.reached_in_part: list[Callable[[Any], None]] = []
         self.before_last_reductions: list[Callable[[], None]] = []
         self.before_wait: list[Callable[[], None]] = []
         self.after_backward: list[Callable[[], None]] = []

@@ -2,31 +2,18 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from fsdp2._torch import profiler_is_on
-from fsdp2.errors import OrderError
 from fsdp2.events import profiler_range
 from fsdp2.nothing import NOTHING
 from fsdp2.runtime.reduction import Reduction
 
 
-class Ticket:
-    """An asynchronous finalisation that must be waited for. It refers to its `Step` weakly, since a root may be freed
-    without having been waited for. `is_void`: its reductions were discarded."""
-
-    def __init__(self, owner: Any):
-        self.owner = ref(owner)
-        self.is_void = False
-
-
 class InFlight:
-    """Owns every reduction, and so its buffers, until it is finished. Several roots may share one. `ticket` must be
-    waited for before anything else happens."""
+    """Owns every reduction, and so its buffers, until it is finished. Several roots may share one."""
 
     def __init__(self) -> None:
-        self.ticket: Ticket | None = None
         self._limits: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._max_reductions = 1
         self._reductions: deque[Reduction] = deque()
@@ -36,27 +23,6 @@ class InFlight:
         applies."""
         self._limits[user] = max_reductions
         self._max_reductions = max(self._limits.values())
-
-    def check_nobody_waits(self, where: str) -> None:
-        """Before a forward or another finalisation: raise if a handle for reductions has not been waited for."""
-        if self.ticket is not None and self.ticket.owner() is None:
-            self.ticket = None  # its root is gone
-        if self.ticket is not None:
-            raise OrderError(
-                f"{where}: gradients of the last finalize_backward(async_op=True) are still being reduced; call wait() "
-                "on the handle that it returned"
-            )
-
-    def void_ticket(self, step: object) -> None:
-        """`step` forgets its reductions. Raises `OrderError` if another root's ticket has not been waited for."""
-        if self.ticket is None:
-            return
-        if self.ticket.owner() is not step:
-            raise OrderError(
-                "reset_iter_state: another root's finalize_backward(async_op=True) is not finished; wait()"
-            )
-        self.ticket.is_void = True
-        self.ticket = None
 
     def start(self, reductions: Sequence[Reduction]) -> None:
         """Start reductions. If too many are in flight, the oldest advance first."""

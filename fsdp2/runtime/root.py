@@ -57,11 +57,6 @@ def become_root(root: Unit) -> Step:
                 "module itself: model.forward(...), or a method such as generate, passes its hooks by, unless it is "
                 "named with register_fsdp_forward_method."
             )
-        if unit is not root and unit.settings.manual_finalization:
-            raise OrderError(
-                f"set_manual_backward_finalization was called on '{', '.join(fqns)}', which is not the root; call it "
-                "on the outermost sharded module"
-            )
         unit.rename(", ".join(fqns))
         for group in unit.groups:
             name_parameters(group.params, module_fqns)

@@ -13,18 +13,11 @@ Backward prefetches in the reverse of the order in which forward ran the units. 
 order in a `Pass`, and the backward hook of a unit keeps its position there. So the order is right even if a unit ran
 twice, two forwards share one backward, or a forward had no backward.
 
-A step may have several forwards and backwards::
-
-    forward -> backward -> optimizer                                                                 the usual step
-    forward -> backward -> forward -> backward -> finalize_backward()                                gradients complete
-                                                  finalize_backward(async_op=True) -> handle.wait()  gradients complete
-
 After a backward that raised, everything but `reset` is an error.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any, NoReturn, TypeAlias
 from weakref import ref
 
@@ -35,7 +28,7 @@ from fsdp2.errors import OrderError, UnsupportedError
 from fsdp2.events import emit, follow_listeners, profiler_range
 from fsdp2.runtime.backward import finish_backward
 from fsdp2.runtime.hooks import Hooks
-from fsdp2.runtime.in_flight import InFlight, Ticket
+from fsdp2.runtime.in_flight import InFlight
 from fsdp2.runtime.state import Stage
 from fsdp2.runtime.storage import ReleasedMemory
 from fsdp2.runtime.streams import streams_for
@@ -66,14 +59,6 @@ class Pass:
         return None if found is unit else found
 
 
-class Finalization(Enum):
-    """Where a step is whose gradients are finalised by hand. From the first backward on the mode is fixed."""
-
-    NONE = "none"  # not in this mode, or no backward has run
-    DUE = "due"  # a backward ran, and left its gradients
-    RUNNING = "running"  # they are being reduced
-
-
 class Step:
     """The shared state of one root and the units below it.
 
@@ -91,7 +76,8 @@ class Step:
         order: of the root's forward that runs; None outside.
         notes: of the forward that runs, or of the one whose backward runs.
         awaits_backward: the root's forward ran with gradients, and its backward has not begun yet.
-        is_partial: the running backward computes the gradients of some inputs only.
+        finishes: whether the running backward is the last of its step, where a feature decides it (otherwise the
+            root's settings do). False: it leaves its gradients.
         recomputed: units whose forward a checkpoint recomputed in this backward, and which were not resharded since.
         end: the callback for the end of the running backward; None if no backward runs. Only autograd's engine holds a
             strong reference, so this one is dead if backward raised.
@@ -110,8 +96,7 @@ class Step:
         self.order: Pass | None = None
         self.notes: dict[str, Any] = {}
         self.awaits_backward = False
-        self.finalization = Finalization.NONE
-        self.is_partial = False
+        self.finishes: bool | None = None
         self.recomputed: deque[ref[Unit]] = deque()
         self.end: ref[Callable[[], None]] | None = None
 
@@ -122,9 +107,9 @@ class Step:
 
     @property
     def is_last_backward(self) -> bool:
-        """Whether this backward is the last of a step: set by the user or, in manual mode, while it is finalised."""
-        if self.finalization is not Finalization.NONE:
-            return self.finalization is Finalization.RUNNING
+        """Whether this backward is the last of a step."""
+        if self.finishes is not None:
+            return self.finishes
         root = self.root()
         return root is None or root.settings.is_last_backward
 
@@ -133,7 +118,6 @@ class Step:
     def begin_forward(self) -> None:
         """The root's forward starts: what has changed since the last one is looked up once, here."""
         root = self.units[0]
-        self.reductions.check_nobody_waits(f"forward of '{root.fqn}'")
         follow_listeners()
         emit("root_pre_forward", root.fqn)
         has_raised = root.state.stage is Stage.FORWARD
@@ -200,10 +184,10 @@ class Step:
             _refuse_compiled_autograd()
         end = self.end_backward
         self.end = ref(end)
-        self.is_partial = self.awaits_backward = False
+        self.awaits_backward = False
         units = self.units
-        if units[0].settings.manual_finalization:
-            self.finalization = Finalization.DUE
+        for hook in self.hooks.backward_begins:
+            hook()
         most = 1
         for unit in units:
             unit.state.settings = unit.in_backward()
@@ -216,7 +200,7 @@ class Step:
         with profiler_range("FSDP::root_post_backward_callback"):
             self.recomputed.clear()
             root = self.units[0]
-            self._finish_units()
+            self.finish_units()
             if self.is_last_backward:
                 for hook in self.hooks.before_wait:
                     hook()
@@ -226,7 +210,8 @@ class Step:
             emit("root_post_backward", root.fqn)
             self.end = None  # the last: after an error above a forward must not go on
 
-    def _finish_units(self) -> None:
+    def finish_units(self) -> None:
+        """Reduce and reshard what is left in all units."""
         for hook in self.hooks.before_last_reductions:
             hook()
         is_last = self.is_last_backward
@@ -239,62 +224,16 @@ class Step:
             self.reductions.finish_all()
             self.memory.free_all()
 
-    # --- gradients finalised by hand ---------------------------------------------------------------------------------
-
-    def finalize(self, is_async: bool) -> Ticket | None:
-        """Reduce the gradients that manual backwards left, and reshard. Returns the ticket for `finish_ticket`; None if
-        there is nothing to wait for.
-
-        Raises:
-            OrderError: the mode is off, a backward runs, a forward waits for its backward, HSDP gradients wait for an
-                all-reduce, or a hook refuses.
-        """
-        root = self.units[0]
-        where = f"finalize_backward of '{root.fqn}'"
-        if not (root.settings.manual_finalization or self.finalization is Finalization.DUE):
-            raise OrderError(f"{where}: call set_manual_backward_finalization(True) before the backward")
-        if backward_is_running() or self.end is not None:
-            raise OrderError(f"{where}: a backward is running; call it after that has returned")
-        if self.awaits_backward:
-            raise OrderError(f"{where}: a forward has run, but not its backward; call it after the last backward")
-        self.reductions.check_nobody_waits(where)
-        if self.finalization is not Finalization.DUE:
-            return None
-        for hook in self.hooks.before_finalize:
-            hook()
-        for unit in self.units:
-            unit.check_no_partials()
-        self.finalization = Finalization.RUNNING
-        try:
-            self._finish_units()
-        finally:
-            self.finalization = Finalization.NONE
-        if not is_async:
-            self.finish_reductions()
-        self.reductions.ticket = Ticket(self) if is_async else None
-        return self.reductions.ticket
-
-    def finish_ticket(self, ticket: Ticket) -> None:
-        """Wait for an asynchronous finalisation; does nothing the second time. Raises `OrderError` if it was
-        discarded."""
-        if ticket.is_void:
-            raise OrderError("this handle's reductions were thrown away by reset_iter_state()")
-        if self.reductions.ticket is ticket:
-            self.reductions.ticket = None
-            self.finish_reductions()
-
     # --- after an error ----------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Wait for reductions, discard their results, and forget the iteration, in all units. Raises `OrderError` if
-        they belong to another root that shares them, whose handle has not been waited for."""
-        self.reductions.void_ticket(self)
+        """Wait for reductions, discard their results, and forget the iteration, in all units; a hook may refuse."""
         for hook in self.hooks.on_reset:
             hook()
         self.reductions.abandon_all()
         self.recomputed.clear()
         self.order, self.notes, self.end = None, {}, None
-        self.finalization, self.awaits_backward = Finalization.NONE, False
+        self.finishes, self.awaits_backward = None, False
         for unit in self.units:
             unit.reset()
 

@@ -21,7 +21,7 @@ from fsdp2.runtime.in_flight import InFlight
 from fsdp2.runtime.param_group import ParamGroup, Phase
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.state import Stage, State
-from fsdp2.runtime.step import Finalization, Step
+from fsdp2.runtime.step import Step
 from fsdp2.runtime.tree import tensors_within
 
 
@@ -309,7 +309,7 @@ class Unit:
         step, settings = self.step or self.ready_step(), self.settings
         if settings.zero is not None or settings.when_reduced:
             settings = settings.in_backward(step.is_last_backward)
-        return replace(settings, requires_gradient_sync=False) if step.finalization is Finalization.DUE else settings
+        return replace(settings, requires_gradient_sync=False) if step.finishes is False else settings
 
     def reduce(self, group: ParamGroup, settings: UnitSettings, at_end: bool = False) -> None:
         """Reduce the gradients of `group` that exist; at the end of backward also those that `settings` ask for."""
@@ -322,17 +322,6 @@ class Unit:
                 settings = self.role.reduces_late(group, settings)
             if reductions := group.gradients.take(settings, at_end, self.step.memory.streams):
                 in_flight.start(reductions)
-
-    def check_no_partials(self) -> None:
-        """Before gradients are finalised by hand: raise if some wait for an all-reduce, or would wait afterwards."""
-        for group in self.groups:
-            partial_fqns = [param.fqn for param in group.gradients.partials]
-            off = group.roles.replicate_group is not None and not self.settings.requires_all_reduce
-            if partial_fqns or off:
-                raise OrderError(
-                    f"finalize_backward: unit '{self.name}' has all-reduce turned off, or gradients that wait for one "
-                    f"({partial_fqns}); call set_requires_all_reduce(True) before the first backward"
-                )
 
     def reset(self) -> None:
         """Recover from an error: reshard, and forget the iteration and all gradients that were not reduced."""
