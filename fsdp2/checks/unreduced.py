@@ -28,7 +28,6 @@ def watch_root(step: Step) -> None:
     unreduced = Unreduced(step)
     step.hooks.after_forward.append(unreduced.after_forward)
     step.hooks.after_forward_alone.append(unreduced.after_forward)
-    step.hooks.backward_begins.append(unreduced.backward_begins)
     step.hooks.reached_in_part.append(unreduced.reached_in_part)
     step.hooks.before_last_reductions.append(unreduced.after_backward)
     step.hooks.on_reset.append(unreduced.reset)
@@ -54,10 +53,6 @@ class Unreduced:
             self._expects = True
             _waiting.add(self)
 
-    def backward_begins(self) -> None:
-        """It may be a whole one."""
-        self._is_partial = False
-
     def reached_in_part(self, unit: Unit) -> None:
         """Backward reaches `unit`; unless that sees no end of its backward, for some inputs only."""
         self._is_partial = self._is_partial or unit.state.sees_end
@@ -68,7 +63,8 @@ class Unreduced:
         assert step is not None
         self._num_backwards += 1
         units, is_finalized = step.units, step.finishes is True
-        if self._is_partial:
+        is_partial, self._is_partial = self._is_partial, False
+        if is_partial:
             self._warn_of_partial(units)
         if self._expects:
             self._expects = not any(map(_has_arrived, units))
@@ -85,6 +81,7 @@ class Unreduced:
     def reset(self) -> None:
         """Gradients that were left have been dropped."""
         self._left_by.clear()
+        self._is_partial = False
 
     def _warn_of_partial(self, units: list[Unit]) -> None:
         """Warn, once, if a backward for some inputs gave gradients to some units, and not to all that ran."""
