@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
-from warnings import warn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fsdp2._torch import flatten_mesh, new_group_of, real_tensors
-from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
+from fsdp2.errors import ArgumentError, MisuseError
 
 # Meshes to which units reshard after forward, by the default process group (after `destroy_process_group` an equal mesh
 # has other groups), the mesh that they were created from, and the size. All units of that mesh share their groups.
@@ -179,14 +178,12 @@ def roles_of(mesh: DeviceMesh) -> MeshRoles:
     Raises:
         ArgumentError: the mesh has another number of axes.
         MisuseError: a 2-D mesh has no axis names, so a wrong order of the axes could not be detected.
-        UnsupportedError: an axis has its ranks in another order than its process group.
     """
     if mesh.ndim not in (1, 2):
         raise ArgumentError(
             f"fully_shard: expected a 1-D (shard) or 2-D (replicate, shard) mesh, got {mesh}. With model-parallel axes "
             "in one mesh, pass the data-parallel part (mesh['dp']) or name its axes with dp_mesh_dims."
         )
-    check_order(mesh, mesh.ndim - 1)
     if mesh.ndim == 1:
         return MeshRoles(mesh, replicate_axis=None, shard_axis=0)
     if mesh.mesh_dim_names is None:
@@ -194,31 +191,7 @@ def roles_of(mesh: DeviceMesh) -> MeshRoles:
             f"fully_shard: a 2-D mesh needs mesh_dim_names, the first for the replicate axis and the second for the "
             f"shard axis; got {mesh} without names. Pass mesh_dim_names=('replicate', 'shard') to init_device_mesh."
         )
-    first, second = mesh.mesh_dim_names
-    if "shard" in first and "replic" in second:
-        warn(
-            f"fully_shard: the axes of a 2-D mesh are taken by position: parameters are replicated over '{first}' and "
-            f"sharded over '{second}' here. Pass mesh['{second}', '{first}'], or dp_mesh_dims.",
-            stacklevel=4,
-        )
     return MeshRoles(mesh, replicate_axis=0, shard_axis=1)
-
-
-def check_order(mesh: DeviceMesh, axis: int) -> None:
-    """Collectives place shards by the ranks in the group, which torch sorts; DTensors, by those in the mesh. Where they
-    differ a model trains, and its checkpoints and initial values have rows in another order. All ranks raise."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return
-    with real_tensors():
-        own: list[int] = mesh.mesh[tuple(slice(None) if i == axis else at for i, at in enumerate(coordinate))].tolist()
-        is_sorted = bool((mesh.mesh.diff(dim=axis) > 0).all())
-    members = dist.get_process_group_ranks(mesh.get_group(axis))
-    if own != members or (own == sorted(own) and not is_sorted):
-        raise UnsupportedError(
-            f"fully_shard: along an axis that shards the mesh has the ranks {own} (of rank {dist.get_rank()}), and "
-            f"process groups, which number the shards, have them sorted: {members}. Make the mesh with ascending ranks."
-        )
 
 
 def default_mesh() -> DeviceMesh:

@@ -4,6 +4,7 @@
 
     captured    `torch.autograd.grad` with respect to an unsharded parameter
     emptied     parameters that `to_empty` left, and nobody filled
+    meshes      ranks or axes of a mesh in another order
     names       a name of the model that a method of ours would hide
     left_out    trainable parameters that no unit manages
     replicas    replicas that start from different parameters
@@ -13,10 +14,10 @@
 Importing this package plugs them into the hooks of the runtime, which knows none of them.
 """
 
-from fsdp2.checks import captured, emptied, left_out, names, replicas, step_hook, unreduced
+from fsdp2.checks import captured, emptied, left_out, meshes, names, replicas, step_hook, unreduced
 from fsdp2.runtime import hooks
 
-hooks.units_drafted.append(names.check_drafts)
+hooks.units_drafted += [names.check_drafts, meshes.check_meshes]
 hooks.params_ignored.append(left_out.note_ignored)
 hooks.param_sharded.append(replicas.note_sample)
 hooks.unit_made.append(step_hook.install_step_hooks)

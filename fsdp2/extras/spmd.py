@@ -16,7 +16,7 @@ from fsdp2._torch import concatenate_meshes, flatten_mesh, strided_shard
 from fsdp2.arguments import unfit
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import dense_strides
-from fsdp2.mesh import MeshDims, MeshRoles, check_order
+from fsdp2.mesh import MeshDims, MeshRoles
 from fsdp2.runtime import hooks
 from fsdp2.specs import ParamSpecs, cuts_of
 
@@ -69,7 +69,6 @@ class DataParallelMeshDims(MeshDims):
 
         Raises:
             ArgumentError: there are no names, or `mesh` has no axis of a name.
-            UnsupportedError: an axis has its ranks in another order than its process group.
         """
         shard, replicate = self.shard_names, self.replicate_names
         if not shard and not replicate:
@@ -85,8 +84,6 @@ class DataParallelMeshDims(MeshDims):
             if name not in mesh.mesh_dim_names:
                 raise ArgumentError(f"dp_mesh_dims: no axis is named '{name}'; the mesh has {mesh.mesh_dim_names}")
         parts = [flatten_mesh(mesh[names]) for names in (replicate, shard) if names]
-        if shard:
-            check_order(parts[-1], 0)
         return SpmdRoles(
             parts[0] if len(parts) == 1 else concatenate_meshes(parts),
             replicate_axis=0 if replicate else None,

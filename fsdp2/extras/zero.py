@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2._torch import real_tensors
 from fsdp2.errors import ArgumentError
-from fsdp2.mesh import MeshRoles, check_order, default_mesh
+from fsdp2.mesh import MeshRoles, default_mesh
 from fsdp2.policies import Sharding, UnitSettings, check_bool
 from fsdp2.runtime import hooks
 
@@ -120,7 +120,6 @@ class ZeroPolicy(Sharding):
                 "ZeroPolicy: shard_replicas cuts the shards over a replicate axis too, but the mesh has none: "
                 f"{roles.mesh}. Pass a 2-D mesh (replicate, shard), or shard_size."
             )
-        check_order(roles.mesh, roles.replicate_axis)
         return replace(roles, sharded_replicas=True)
 
     def reshard_after_forward(self, value: bool | int | None) -> bool | int | None:

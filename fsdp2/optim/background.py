@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from fsdp2.runtime.streams import device_index, simulation
+from fsdp2.runtime.streams import simulation
 
 
 def submit(task: Callable[[], None], threads: int | None) -> "Future[None]":
@@ -28,6 +28,14 @@ def submit(task: Callable[[], None], threads: int | None) -> "Future[None]":
     return _worker(threads or torch.get_num_threads(), threads is not None).submit(task)
 
 
+def _device_index() -> int | None:
+    """The current accelerator; None if the process does not use one."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or not torch.get_device_module(kind).is_initialized():
+        return None
+    return torch.accelerator.current_device_index()
+
+
 def _done() -> "Future[None]":
     done: Future[None] = Future()
     done.set_result(None)
@@ -38,7 +46,7 @@ def _done() -> "Future[None]":
 def _worker(threads: int, is_bound: bool) -> ThreadPoolExecutor:
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2-step")
     before = torch.get_num_threads()
-    worker.submit(_prepare, threads, is_bound, device_index()).result()
+    worker.submit(_prepare, threads, is_bound, _device_index()).result()
     torch.set_num_threads(before)  # the number is the thread's own, but the last one set is that of new threads
     return worker
 

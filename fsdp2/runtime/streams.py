@@ -91,14 +91,6 @@ class AcceleratorStreams(Streams):
                 event.wait()
 
 
-def device_index() -> int | None:
-    """The current accelerator; None if the process does not use one."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None or not torch.get_device_module(kind).is_initialized():
-        return None
-    return torch.accelerator.current_device_index()
-
-
 @contextmanager
 def simulated(streams: Streams) -> Iterator[None]:
     """Roots that run for the first time in the block use `streams`, whatever their device: a step without one."""
