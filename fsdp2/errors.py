@@ -1,21 +1,7 @@
 """The exceptions of fsdp2. Ground layer: imports nothing.
 
-Every error of the library derives from `FSDPError` and also from the built-in type that client code of torch's FSDP2
-may already catch::
-
-    FSDPError
-    ├── ArgumentError     (ValueError)           an argument has a value that cannot work
-    ├── OrderError        (RuntimeError)         a call was made at a time when it cannot work
-    ├── MisuseError       (AssertionError)       the same thing was done twice, or a copy was requested
-    ├── UnsupportedError  (NotImplementedError)  a request that this version does not support
-    ├── CollectiveError   (RuntimeError)         communication with the other ranks failed
-    ├── StepError         (RuntimeError)         a rank has failed in a step, which all have forgotten
-    └── CheckpointError   (RuntimeError)         a checkpoint could not be written or read
-        ├── ReplacedError                        it was replaced by another save, or deleted, while it was read
-        ├── CorruptError                         its files are damaged, or not those that its manifest lists
-        └── MismatchError                        it does not fit what it was to be loaded into
-
-A message names the FQN, what was passed or found, what was expected, and what to do.
+Every error of the library derives from `FSDPError`, and also from the built-in type that client code of torch's FSDP2
+may already catch. A message names the FQN, what was passed or found, what was expected, and what to do.
 """
 
 __all__ = [

@@ -36,7 +36,6 @@ class ParamSpecs:
         mesh, placements: of the sharded parameter and its gradient.
         shape, stride: global.
         inner_mesh, inner_placements: of the unsharded parameter; None for a plain tensor.
-        data_axes: axes of `inner_mesh` that are data parallel. A gradient may be partial there: the reduction sums.
     """
 
     mesh: DeviceMesh
@@ -45,7 +44,6 @@ class ParamSpecs:
     stride: tuple[int, ...]
     inner_mesh: DeviceMesh | None = None
     inner_placements: tuple[Placement, ...] = ()
-    data_axes: frozenset[int] = frozenset()
     _known: dict[tuple[str, torch.dtype], DTensorSpec] = field(default_factory=dict, compare=False, repr=False)
 
     def sharded(self, dtype: torch.dtype) -> DTensorSpec:
@@ -66,23 +64,18 @@ class ParamSpecs:
             self._known[form, dtype] = _specs.setdefault(key, spec)
         return self._known[form, dtype]
 
-    def gradient_placements(self, grad: DTensor) -> tuple[Placement, ...]:
+    def gradient_placements(self, _grad: DTensor) -> tuple[Placement, ...]:
         """The placements that an unsharded gradient must have before its local tensor is reduced."""
-        return tuple(
-            mine if axis in self.data_axes else wanted
-            for axis, (mine, wanted) in enumerate(zip(grad.placements, self.inner_placements, strict=True))
-        )
+        return self.inner_placements
 
 
-# Equal specs on one mesh are one object: a model's parameters have few shapes, and who looks at all of them compares
+# Equal specs on one mesh are one object, and so are equal placements: code that handles many parameters compares
 # identities first.
 _specs: WeakValueDictionary[Any, DTensorSpec] = WeakValueDictionary()
-# Placements by their classes and values.
 _placements: dict[Any, tuple[Placement, ...]] = {}
 
 
 def _interned(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """The same object for all equal placements, so that code that handles many parameters can compare identities."""
     return _placements.setdefault(tuple((type(each), each) for each in placements), tuple(placements))
 
 

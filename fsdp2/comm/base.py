@@ -1,9 +1,8 @@
 """The `Comm` interface: how a unit's operands are communicated. Layer: comm.
 
-An *operand* is a flat tensor in which each rank owns one contiguous range. The runtime defines what a range means: on
-the direct lane a parameter's rows, in a packed buffer one rank's segment. An implementation only moves bytes and sums.
-Every rank of the group starts the same collectives with operands of the same sizes in the same order. For two ranks,
-with ``|`` between the ranges::
+An *operand* is a flat tensor in which each rank owns one contiguous range: on the direct lane a parameter's rows, in a
+packed buffer the rank's segment. An implementation only moves bytes and sums. All ranks of the group start the same
+collectives with operands of the same sizes in the same order. For two ranks, with ``|`` between the ranges::
 
     all_gather       rank 0  [a0 |  .]   ->  [a0 | b1]      in place: a rank's own range is filled before the start
                      rank 1  [ . | b1]   ->  [a0 | b1]
@@ -85,9 +84,9 @@ class Collective:
     """A collective over one group, planned once and started in each step. It may be started again before the wait.
 
     Attributes:
-        start: starts it; returns what `wait` needs. An all-gather takes no arguments. A reduction takes flat sources,
-            which must not change until the wait, and for each the output, of the size of this rank's range; an
-            all-reduce the same tensor as both.
+        start: returns what `wait` needs. An all-gather takes no arguments. A reduction takes flat sources, which must
+            not change until the wait, and for each the output, of the size of this rank's range; an all-reduce the same
+            tensor as both.
         wait: returns when work that the caller enqueues next may read the results: on an accelerator the current stream
             waits, on the CPU the process. To be called once for each start.
     """

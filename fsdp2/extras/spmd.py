@@ -22,6 +22,19 @@ from fsdp2.specs import ParamSpecs, cuts_of
 
 
 @dataclass(frozen=True)
+class SpmdSpecs(ParamSpecs):
+    """`data_axes` of `inner_mesh` are data parallel. A gradient may be partial there: the reduction sums."""
+
+    data_axes: frozenset[int] = frozenset()
+
+    def gradient_placements(self, grad: DTensor) -> tuple[Placement, ...]:
+        return tuple(
+            mine if axis in self.data_axes else wanted
+            for axis, (mine, wanted) in enumerate(zip(grad.placements, self.inner_placements, strict=True))
+        )
+
+
+@dataclass(frozen=True)
 class SpmdRoles(MeshRoles):
     """The data-parallel axes of `full_mesh`, with their names there."""
 
@@ -128,14 +141,14 @@ def _on_full_mesh(fqn: str, param: torch.Tensor, dim: int, roles: SpmdRoles) -> 
     sharded_mesh, sharded_placements = mesh, placements
     if len(shard_axes) > 1:
         sharded_mesh, sharded_placements = _with_flat_axes(mesh, placements, roles, shard_axes[0])
-    return ParamSpecs(
+    return SpmdSpecs(
         sharded_mesh,
         tuple(sharded_placements),
         tuple(param.shape),
         dense_strides(param.shape, param.stride()),
         mesh,
         param.placements,
-        frozenset(data_axes),
+        data_axes=frozenset(data_axes),
     )
 
 
