@@ -176,7 +176,7 @@ class Placing:
             roles = roles if result.mesh is None else roles_of(result.mesh)
             result = result.placement
         elif getattr(result, "mesh_info", None) is not None:
-            roles, result = _roles_of_info(result.mesh_info), result.placement
+            roles, result = chosen_features(mesh_info=result.mesh_info)["mesh_info"], result.placement
         result = Shard(0) if result is None else result
         if not isinstance(result, Shard):
             raise ArgumentError(
@@ -198,18 +198,9 @@ class Placing:
         wanted = override(param) if override is not None and param.dtype.is_floating_point else None
         if wanted is None or wanted == default:
             return default
-        if wanted != param.dtype:
-            raise ArgumentError(
-                f"param_dtype_override_fn: expected None, {default} or the parameter's own {param.dtype} for '{fqn}', "
-                f"got {wanted!r}"
-            )
-        return None
-
-
-def _roles_of_info(info: Any) -> MeshRoles:
-    """The roles in an `FSDPMeshInfo`, the object that names the mesh in torch's `ShardPlacementResult`. Its class is
-    private in torch; torchtitan passes such objects for experts."""
-    if getattr(info, "dp_mesh_dims", None) is not None:
-        roles: MeshRoles = chosen_features(dp_mesh_dims=info.dp_mesh_dims)["dp_mesh_dims"].roles(info.spmd_mesh)
-        return roles
-    return MeshRoles(info.mesh, replicate_axis=info.replicate_mesh_dim, shard_axis=info.shard_mesh_dim)
+        if wanted == param.dtype:
+            return None
+        raise ArgumentError(
+            f"param_dtype_override_fn: expected None, {default} or the parameter's own {param.dtype} for '{fqn}', got "
+            f"{wanted!r}"
+        )

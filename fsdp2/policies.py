@@ -182,11 +182,10 @@ class UnitSettings:
         max_input_buffers: reductions that may be in flight before compute waits for the oldest.
         all_reduce_hook: called with the flat reduced gradients before the parameters get them, and their mesh; and the
         stream to call it on.
-        predicts_forward: prefetch in forward the unit that ran next in the last iterations; read on the root only.
         zero: what waits for the last backward of a step; None: nothing does.
         when_reduced: called with the managed parameters of a reduction when they have their gradients, in the last
         backward of a step.
-        features: the arguments of `fully_shard` that features understand, by name.
+        features: the arguments of `fully_shard`, and settings, that features understand, by name.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -200,7 +199,6 @@ class UnitSettings:
     force_sum: bool = False
     max_input_buffers: int = 1
     all_reduce_hook: tuple[Callable[[torch.Tensor, DeviceMesh], None], torch.Stream | None] | None = None
-    predicts_forward: bool = False
     zero: Sharding | None = None
     when_reduced: tuple[Callable[[Sequence[Any]], None], ...] = ()
     features: Mapping[str, Any] = field(default_factory=dict)

@@ -190,7 +190,7 @@ class Settings:
         """Whether forward prefetches, without lists, the unit that ran next in the last two iterations, if their order
         was the same (default False). Set it on the root. If the order changes, prefetching stops at the first
         difference and resumes after two equal iterations. As always, every rank must run units in the same order."""
-        change_settings(self, False, predicts_forward=boolean("enable", enable))
+        _by_feature("set_auto_forward_prefetch", self, boolean("enable", enable))
 
     def set_keep_unsharded_storage(self, enable: bool, *, recurse: bool = True) -> None:
         """Whether resharded parameters keep the memory of the unsharded ones, at the same address (default False).

@@ -5,7 +5,8 @@ from weakref import ref
 
 from fsdp2.events import profiler_range
 from fsdp2.runtime import hooks
-from fsdp2.runtime.unit import Unit
+from fsdp2.runtime.unit import Unit, unit_for
+from fsdp2.settings import change_settings
 
 
 class Prediction:
@@ -25,7 +26,8 @@ class Prediction:
         self._last, self._starts = self._starts, []
         self._guesses = []
         step: Any = self._step()
-        is_on, is_called = step.root().settings.predicts_forward, self.started in step.hooks.unit_started
+        is_on: bool = step.root().settings.features.get("auto_prefetch", False)
+        is_called = self.started in step.hooks.unit_started
         if is_on and not is_called:
             step.hooks.unit_started.append(self.started)
         elif is_called and not is_on:
@@ -60,4 +62,10 @@ def _follow_root(step: Any) -> None:
     step.hooks.after_forward.append(prediction.after_forward)
 
 
+def _set(module: Any, enable: bool) -> None:
+    unit = unit_for(module)
+    change_settings(module, False, features={**unit.settings.features, "auto_prefetch": enable})
+
+
 hooks.root_made.append(_follow_root)
+hooks.setters["set_auto_forward_prefetch"] = _set

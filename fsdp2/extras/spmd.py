@@ -179,4 +179,13 @@ def _check_dims(dims: Any) -> DataParallelMeshDims:
     return DataParallelMeshDims(dims.shard, dims.replicate)
 
 
+def _roles_of_info(info: Any) -> MeshRoles:
+    """The roles in an `FSDPMeshInfo`, the object that names the mesh in torch's `ShardPlacementResult`. Its class is
+    private in torch; torchtitan passes such objects for experts."""
+    if getattr(info, "dp_mesh_dims", None) is not None:
+        return _check_dims(info.dp_mesh_dims).roles(info.spmd_mesh)
+    return MeshRoles(info.mesh, replicate_axis=info.replicate_mesh_dim, shard_axis=info.shard_mesh_dim)
+
+
 hooks.options["dp_mesh_dims"] = _check_dims
+hooks.options["mesh_info"] = _roles_of_info
