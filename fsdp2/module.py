@@ -67,15 +67,6 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         module.__init__(*args, **kwargs)
         return module
 
-    def __copy__(self) -> Self:
-        """A second module object on the same parameters and units."""
-        original = original_class(type(self))
-        copied: Self = original.__new__(original)
-        copied.__dict__.update(self.__dict__)
-        copied.__dict__["_fsdp2_copy_of"] = self  # keeps it alive: its unit refers to it weakly
-        copied.__class__ = type(self)
-        return copied
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         name = type(self).__name__
         raise MisuseError(

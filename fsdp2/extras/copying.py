@@ -1,4 +1,4 @@
-"""`copy.deepcopy` of sharded modules: for EMA, teachers, snapshots. Layer: extras.
+"""`copy.copy` and `copy.deepcopy` of sharded modules: for EMA, teachers, snapshots. Layer: extras.
 
 A copy is a sharded module on the same mesh, with its own shards, units and hooks. Copying does not communicate.
 `deepcopy` copies modules from the outside in and does not handle units, so a unit's copy starts empty and is filled
@@ -23,6 +23,16 @@ from fsdp2.runtime.state_dict import guard_state_dict, owner_of
 from fsdp2.runtime.unit import Unit, unit_for
 
 _COPIED_UNITS = object()  # its id is the key in `memo` for the units seen so far
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """A second module object on the same parameters and units."""
+    original = original_class(type(module))
+    copied: nn.Module = original.__new__(original)
+    copied.__dict__.update(module.__dict__)
+    copied.__dict__["_fsdp2_copy_of"] = module  # keeps it alive: its unit refers to it weakly
+    copied.__class__ = type(module)
+    return copied
 
 
 def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -113,4 +123,5 @@ def _emptied(unit: Unit) -> tuple[Any, tuple[()]]:
 
 
 copyreg.pickle(Unit, _emptied)  # for `deepcopy`
+FSDPModule.__copy__ = shallow_copy
 FSDPModule.__deepcopy__ = copy_module
