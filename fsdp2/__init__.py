@@ -31,7 +31,10 @@ from fsdp2.errors import (
 from fsdp2.extras import comm_memory as _comm_memory  # noqa: F401  # adds two setters
 from fsdp2.extras import copying as _copying  # noqa: F401
 from fsdp2.extras import custom_comm as _custom_comm  # noqa: F401  # and two more
+from fsdp2.extras import gather_hooks as _gather_hooks  # noqa: F401
 from fsdp2.extras import int8 as _int8  # noqa: F401  # adds an `all_gather_dtype`
+from fsdp2.extras import kept as _kept  # noqa: F401
+from fsdp2.extras import one_block as _one_block  # noqa: F401
 from fsdp2.extras import pipelining as _pipelining  # noqa: F401
 from fsdp2.extras import prediction as _prediction  # noqa: F401
 from fsdp2.extras.activations import ActivationOffload, offload_activations

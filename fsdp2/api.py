@@ -30,12 +30,13 @@ from fsdp2.policies import (
     OffloadPolicy,
     Sharding,
     UnitSettings,
+    kept_by,
 )
 from fsdp2.runtime import hooks
 from fsdp2.runtime.forward import attach
-from fsdp2.runtime.param_group import Keep
 from fsdp2.runtime.parameter import ManagedParameter, Plan, managed_by
 from fsdp2.runtime.slot import Slot
+from fsdp2.runtime.source import Smaller
 from fsdp2.runtime.state_dict import guard_state_dict, owner_of, owners_of
 from fsdp2.runtime.unit import Unit, has_forward, unit_of
 
@@ -217,24 +218,25 @@ def _draft(
 
 def _build(draft: Draft, placing: Placing, settings: UnitSettings) -> None:
     modules, planned, zero, device = draft.modules, draft.planned, settings.zero, placing.roles.device
-    groups: dict[tuple[MeshRoles, Keep, OffloadPolicy], list[ManagedParameter]] = {}
+    groups: dict[tuple[Any, ...], list[ManagedParameter]] = {}
     while planned:
         param, plan = planned.popleft()
         fqn, slots = draft.places.pop(param)  # so that a parameter's whole data is freed as soon as it is sharded
-        keep = Keep.wanted(zero, not param.requires_grad)
+        keep = kept_by(zero, not param.requires_grad)
         data = placing.data(param, plan)
         new = ManagedParameter(slots, fqn, param, data, plan)
         for seen in hooks.param_sharded:
             seen(new, data)
         del data
-        groups.setdefault((plan.roles, keep, plan.offload), []).append(new)
+        groups.setdefault((keep, plan.roles, plan.offload, plan.gather_dtype), []).append(new)
     for _, module in draft.managed:
         for buffer in module.buffers(recurse=False):
             if buffer.device != device and not buffer.is_meta:
                 buffer.data = buffer.to(device)  # the same object: it may have other names
     unit = Unit(modules, list(groups.values()), device, placing.policy, settings)
-    for group, (_, keep, _) in zip(unit.groups, groups, strict=True):
-        group.smaller, group.keep = None if keep is Keep.HOST else draft.smaller[group.roles], keep
+    for group, (keep, *_) in zip(unit.groups, groups, strict=True):
+        smaller = None if keep == "host" else draft.smaller[group.roles]
+        group.smaller, group.keep = None if smaller is None else Smaller(smaller), keep
     for _, slots, tied in draft.tied:
         _share(slots, tied, unit)
     for module in modules:

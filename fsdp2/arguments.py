@@ -135,8 +135,10 @@ class Placing:
         wanted = self.policy.all_gather_dtype
         has_own = extension_of(fqn, self._local(param)) is not None
         converts = wanted is not None and param.dtype.is_floating_point and roles.shard_size > 1 and not has_own
-        extension = hooks.implementation(hooks.gather_dtypes, wanted, "all_gather_dtype") if converts else None
-        return Plan(roles, specs, dim, self.policy, self._param_dtype(fqn, param), self.offload, extension)
+        if converts:
+            hooks.implementation(hooks.gather_dtypes, wanted, "all_gather_dtype")
+        dtype = self._param_dtype(fqn, param)
+        return Plan(roles, specs, dim, self.policy, dtype, self.offload, wanted if converts else None)
 
     def _check_extension(self, fqn: str, param: nn.Parameter, roles: MeshRoles) -> None:
         local = self._local(param)
@@ -145,7 +147,7 @@ class Placing:
                 f"'{fqn}' is a {type(local).__name__} of shape {tuple(local.shape)} that is not contiguous, stride "
                 f"{local.stride()}; tensor subclasses must be: call .contiguous() on it"
             )
-        if is_wrapper(local) and self.offload.param_folders:
+        if is_wrapper(local) and self.offload.in_files:
             raise UnsupportedError(
                 f"'{fqn}' is a {type(local).__name__}, which cannot rest in a file; pass Offload(params=True, ...)"
             )

@@ -92,6 +92,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         unit = unit_for(self)
         step = unit.ready_step()
         if step.order is None:
+            unit.drop_stale()
             step.follow_compute()
         unit.unshard()
         if async_op:

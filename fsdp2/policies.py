@@ -86,9 +86,17 @@ class OffloadPolicy:
         return False
 
     @property
-    def param_folders(self) -> tuple[str, ...]:
-        """Folders for files in which the sharded parameters live; empty for none."""
-        return ()
+    def in_files(self) -> bool:
+        """Whether `home` is memory of files."""
+        return False
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory in `home`, 1-D."""
+        return torch.zeros(numel, dtype=dtype, device=self.home)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor on the device `home` is in memory as `zeros` gives."""
+        return True
 
     def of_params(self, sizes: Sequence[int]) -> "Sequence[OffloadPolicy]":
         """The policies of a unit's parameters, which have these bytes."""
@@ -161,6 +169,11 @@ class Sharding:
     def before_last(self, settings: "UnitSettings") -> "UnitSettings":
         """The settings for a backward of a step that is not its last."""
         return settings
+
+
+def kept_by(zero: Sharding | None, are_frozen: bool) -> bool | str:
+    """What a group of parameters keeps when it reshards: a key of `hooks.keeps`, or False."""
+    return zero.keep_frozen if zero is not None and are_frozen else False
 
 
 @dataclass(frozen=True)

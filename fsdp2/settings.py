@@ -15,8 +15,9 @@ from torch import nn
 
 from fsdp2.comm.custom import AllGather, ReduceScatter
 from fsdp2.errors import ArgumentError
+from fsdp2.policies import kept_by
 from fsdp2.runtime import hooks
-from fsdp2.runtime.param_group import Keep, ParamGroup
+from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit, unit_for, unit_of
 
@@ -198,8 +199,8 @@ class Settings:
         for unit in _units(self, recurse):
             for group in unit.groups:
                 is_frozen = not any(param.sharded.requires_grad for param in group.params)
-                otherwise = Keep.wanted(unit.settings.zero, is_frozen)
-                group.keep = Keep.STORAGE if boolean("enable", enable) else otherwise
+                otherwise = kept_by(unit.settings.zero, is_frozen)
+                group.set_keep("storage" if boolean("enable", enable) else otherwise)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next root forward's all-gathers wait for `event` instead of all work issued to the current stream so

@@ -81,8 +81,7 @@ def _fill(old: Unit, memo: dict[int, Any]) -> None:
             kept.append((group, [param for param in params if param.slots]))
     new.adopt([memo[id(module)] for module in old.modules if id(module) in memo], [params for _, params in kept])
     for (old_group, _), new_group in zip(kept, new.groups, strict=True):
-        new_group.smaller, new_group.keep = old_group.smaller, old_group.keep
-        new_group.channel.like(old_group.channel)
+        new_group.follow_settings(old_group)
         memo[id(old_group)] = new_group
     for module in {slot.module for param in new.params for slot in param.slots}:
         if module is not None:

@@ -1,7 +1,7 @@
 """int8 with one scale per block: an all-gather with a quarter of the bytes of fp32, half those of bf16. Layer: extras.
 
-`Int8Gather` gives a parameter the hooks of `runtime.extension`; ``MixedPrecisionPolicy(all_gather_dtype=torch.int8)``
-asks for it. The rest are pure functions.
+`Int8Shards` is the source of groups with ``MixedPrecisionPolicy(all_gather_dtype=torch.int8)``. The rest are pure
+functions.
 
 Symmetric, by the largest magnitude of the block, like the quantised weights of ZeRO++ (qwZ, arXiv:2306.10209, 3.1):
 with one scale for a whole tensor an outlier would leave no precision for all others. Every dim but the
@@ -13,18 +13,23 @@ Scales are fp32: 1.6 % of the bytes at 256 elements a block. bf16 scales would s
 largest values would be off by up to a quarter of a step, and also be clipped.
 """
 
-from collections.abc import Sequence
-from typing import Any
-from weakref import ref
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 from torch.nn.functional import pad
 
 from fsdp2._torch import foreach_copy
 from fsdp2.errors import ArgumentError
+from fsdp2.layout import ShardLayout
 from fsdp2.runtime import hooks
+from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.packing import interleave
+from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.source import Shards
+from fsdp2.runtime.storage import FlatStorage
 
 DEFAULT_BLOCK = 256
 _MAX = 127  # -128 is not used: symmetric
@@ -93,57 +98,65 @@ def dequantise(q: torch.Tensor, scales: torch.Tensor, block: int, out: torch.Ten
         torch.mul(q[..., whole:], scales[..., num_full:], out=out[..., whole:])
 
 
-class Int8Gather:
-    """The `Extension` of one floating-point parameter with ``MixedPrecisionPolicy(all_gather_dtype=torch.int8)``. Every
-    rank dequantises the same numbers, including its own rows, so all ranks compute with the same parameters::
+class Int8Shards(Shards):
+    """The values that int8 shards give. Every rank dequantises the same numbers, including its own rows, so all ranks
+    compute with the same parameters::
 
-        padded shard --quantise--> int8, scales ==collective==> those of all ranks --dequantise--> unsharded parameter
+        | weight | bias | --quantise--> int8, scales ==collective==> those of all ranks --dequantise--> parameters
+
+    Each parameter's padded shard begins a block, and its last block is filled with zeros.
     """
 
-    def __init__(self, param: ManagedParameter):
-        self._param = ref(param)
+    def __init__(self, group: ParamGroup):
+        super().__init__(group)
+        blocks = [-(-param.layout.padded_numel // DEFAULT_BLOCK) for param in group.params]
+        self._first = [0, *accumulate(blocks)]  # the block at which each shard begins; the number of blocks
+        size, count = group.roles.shard_size, self._first[-1]
+        self._raw = FlatStorage(size * count * (DEFAULT_BLOCK + torch.float32.itemsize), group.roles.device)
+        with torch.inference_mode(False), torch.no_grad():
+            self._raw.alloc()
+            self._ints = self._raw.view(0, (size, count * DEFAULT_BLOCK), torch.int8)
+            self._scales = self._raw.view(self._ints.nbytes, (size, count), torch.float32)
+            self._raw.free()
 
-    def fsdp_pre_all_gather(self, _mesh: Any) -> tuple[Sequence[torch.Tensor], None]:
-        """int8 ``[padded shard numel]`` and fp32 ``[number of blocks]``."""
-        param = self._param()
-        assert param is not None
-        flat = param.flat.to(param.roles.device, non_blocking=True)
-        return quantise(flat, DEFAULT_BLOCK), None
+    def _plan(self, group: ParamGroup) -> Gather:
+        with torch.inference_mode(False), torch.no_grad():
+            self._raw.alloc()
+            fulls = [self._ints.view(-1), self._scales.view(-1)]
+            layouts = [ShardLayout((full.numel(),), 0, group.roles.shard_size) for full in fulls]
+            self.gather = Gather(layouts, fulls, group.roles.shard, group.channel)
+        return self.gather
 
-    def fsdp_post_all_gather(
-        self,
-        gathered: Sequence[torch.Tensor],
-        _metadata: None,
-        param_dtype: torch.dtype,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]] | None:
-        """Dequantise into the parameter."""
-        param = self._param()
-        assert param is not None
-        whole = (
-            param.whole
-            if out is not None
-            else torch.empty(param.layout.shape, dtype=param_dtype, device=gathered[0].device)
-        )
-        assert whole is not None
-        size, layout = param.layout.parts, param.layout
-        ints, scales = gathered[0].view(size, -1), gathered[1].view(size, -1)
-        if layout.dim == 0 and layout.even:
-            dequantise(ints, scales, DEFAULT_BLOCK, whole.view(size, -1))
-        else:
-            rows = torch.empty(size, layout.padded_numel, dtype=param_dtype, device=whole.device)
-            dequantise(ints, scales, DEFAULT_BLOCK, rows)
-            pairs = interleave(rows, 0, whole, layout)
-            foreach_copy([destination for _, destination in pairs], [source for source, _ in pairs])
-        if out is not None:
-            return None
-        tensor = param.geometry.from_memory(whole)
-        return tensor, [tensor]
+    def start(self, group: ParamGroup) -> Callable[[], None]:
+        values = torch.zeros(self._first[-1] * DEFAULT_BLOCK, device=group.roles.device)
+        for param, block in zip(group.params, self._first, strict=False):
+            first = block * DEFAULT_BLOCK
+            flat = param.flat.to(values.device, non_blocking=True)  # where it is cast, too
+            values[first : first + flat.numel()].copy_(flat)
+        ints, scales = quantise(values.view(-1, DEFAULT_BLOCK))
+        gather, sent = self.gather or self._plan(group), [ints.view(-1), scales.view(-1)]
+        return partial(self._finish, group.params, gather.start(sent, False, self._raw))
 
-    @staticmethod
-    def fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool:
-        """The integers are not needed once they are dequantised."""
-        return True
+    def _finish(self, params: Sequence[ManagedParameter], finish_gather: Callable[[], None]) -> None:
+        finish_gather()
+        self.alloc()
+        for param, (block, end) in zip(params, pairwise(self._first), strict=True):
+            whole, layout, first = param.whole, param.layout, block * DEFAULT_BLOCK
+            assert whole is not None
+            ints, scales = self._ints[:, first : first + layout.padded_numel], self._scales[:, block:end]
+            if layout.dim == 0 and layout.even:
+                dequantise(ints, scales, DEFAULT_BLOCK, whole.view(layout.parts, -1))
+            else:
+                rows = torch.empty(ints.shape, dtype=whole.dtype, device=whole.device)
+                dequantise(ints, scales, DEFAULT_BLOCK, rows)
+                pairs = interleave(rows, 0, whole, layout)
+                foreach_copy([destination for _, destination in pairs], [source for source, _ in pairs])
+        self._raw.free()
 
 
-hooks.gather_dtypes[torch.int8] = Int8Gather
+def _source_of(group: ParamGroup) -> Int8Shards | None:
+    return Int8Shards(group) if group.params[0].plan.gather_dtype is torch.int8 else None
+
+
+hooks.gather_dtypes[torch.int8] = "int8"
+hooks.sources.append(_source_of)

@@ -4,7 +4,7 @@ The core knows the attributes of an `OffloadPolicy` only: where parameters and g
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,12 @@ from typing import Literal
 
 import torch
 
+from fsdp2.disk import mapped
 from fsdp2.errors import ArgumentError
 from fsdp2.policies import HOST_MEMORY, OffloadPolicy, check_bool
+from fsdp2.runtime import hooks
+from fsdp2.runtime.source import Around, Group, Source
+from fsdp2.runtime.streams import simulation
 
 HOST = torch.device("cpu")
 
@@ -127,9 +131,17 @@ class Offload(OffloadPolicy):
         return torch.accelerator.is_available()
 
     @property
-    def param_folders(self) -> tuple[str, ...]:
-        """Folders for files in which the sharded parameters live; empty for none."""
-        return self.folders if self.params == "files" else ()
+    def in_files(self) -> bool:
+        """Whether `home` is memory of files. (A plan counts what is in files as memory of the host.)"""
+        return self.params == "files" and simulation() is None
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory in `home`, 1-D."""
+        return mapped.zeros(numel, dtype, self.folders) if self.in_files else super().zeros(numel, dtype)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor on the device `home` is in memory as `zeros` gives."""
+        return not self.in_files or mapped.file_of(tensor) is not None
 
     def of_params(self, sizes: Sequence[int]) -> Sequence[OffloadPolicy]:
         """This policy for the largest parameters that fit into the fraction, and none for the others."""
@@ -140,3 +152,25 @@ class Offload(OffloadPolicy):
                 left -= sizes[index]
                 policies[index] = self
         return policies
+
+
+class FileShards(Around):
+    """The shards are in `files`, which rest once they have been read."""
+
+    def __init__(self, inner: Source, files: Sequence[mapped.MappedFile]):
+        super().__init__(inner)
+        self._resting = mapped.RestingShards(files)
+
+    def start(self, group: Group) -> Callable[[], None]:
+        self._resting.check()
+        finish = self.inner.start(group)
+        self._resting.used()
+        return finish
+
+
+def _with_files(source: Source, group: Group) -> Source:
+    files = [file for flat in group.seen.flats if (file := mapped.file_of(flat)) is not None]
+    return FileShards(source, files) if files else source
+
+
+hooks.around_sources.append(_with_files)

@@ -432,8 +432,8 @@ def make_tiles(unit: Unit) -> None:
         ]
         tile_unit = Unit([module], lists, unit.device, policy, settings)
         for group, of_tile in zip(groups, tile_unit.groups, strict=True):
-            of_tile.smaller, of_tile.keep, of_tile.changing = group.smaller, group.keep, group.changing
-            of_tile.channel.like(group.channel)
+            of_tile.follow_settings(group)
+            of_tile.changing = group.changing
             of_tile.gradients.make_sink = _TileSink
             group.tiles.append(of_tile)
         unit.followers.append(tile_unit)

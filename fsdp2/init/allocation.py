@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch import local_tensor, make_parameter, version
 from fsdp2.checks.emptied import SMALLEST, can_mark, is_marked
 from fsdp2.checks.left_out import warn_in_save
+from fsdp2.extras.one_block import block_for, neighbours
 from fsdp2.placement.allocation import Fresh, writes_of
 from fsdp2.placement.hooks import Memory, Models, registered
-from fsdp2.runtime.memory import block_for, neighbours
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import units_below
 

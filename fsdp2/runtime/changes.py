@@ -1,62 +1,174 @@
-"""Changes that a user makes in place: of unsharded parameters (`Changes`), and of shards whose gathered values were
-kept (`agrees`). Layer: runtime, below the param group.
+"""What users do to parameters between steps. Layer: runtime, below the param group.
 
-An unsharded parameter has a version counter of its own, which a gather does not touch. A shard has none that counts all
-changes: `tensor.data`, and operators on lists of tensors, leave that of a DTensor as it was.
+`Seen` knows how the sharded parameters were when a step began; within the step nobody asks. `Changes` finds changes in
+place of unsharded ones, which have version counters of their own, that a gather does not touch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter, is_
+from typing import Any
+from warnings import warn
 
 import torch
-import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import is_fake, version
-from fsdp2.comm.base import all_reduce
+from fsdp2._torch import backward_is_running, local_of, local_tensor, storages_of, version
+from fsdp2.carving import place_of
 from fsdp2.errors import OrderError
-from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.slot import SlotTable
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class Seen:
+    """The sharded parameters of a group, as they were at the last look.
+
+    Attributes:
+        at_rest: what the modules hold while they are sharded.
+        flats: this rank's rows of each, 1-D, without padding.
+        versions: how often torch saw each change. Those of the DTensors: all ranks run the same DTensor operators,
+            while local tensors may change on some ranks only, and a gather that only some ranks issue would hang.
+        known: what `look` found.
+        slots: where the modules hold the parameters.
+    """
+
+    def __init__(self, params: Sequence[ManagedParameter]):
+        self._params = params
+        self._sharded = [param.sharded for param in params]
+        self.at_rest: list[nn.Parameter | None] = [param.at_rest for param in params]
+        self.slots = SlotTable(params)
+        self.flats = [param.flat[: param.geometry.local_numel] for param in params]
+        self._carved = [flat for flat in self.flats if place_of(flat) is not None]
+        self._locals = list(map(local_of, self._sharded))  # kept alive, so that ids tell them apart
+        self.known = self.look()
+        self.versions = self.now()
+
+    def look(self) -> list[Any]:
+        """What is `known` while nothing is moved, converted, assigned or frozen: the storages, the local tensors, the
+        addresses of shards that lie end to end (`share_memory_` moves one), and what requires gradients."""
+        addresses = map(torch.Tensor.data_ptr, self._carved)
+        local_tensors = map(id, map(local_of, self._sharded))
+        return [*storages_of(self._sharded), *local_tensors, *addresses, *map(_requires_grad, self._sharded)]
+
+    def now(self) -> list[int]:
+        """The versions of now."""
+        try:
+            return list(map(version, self._sharded))
+        except RuntimeError:  # made in inference mode: such tensors count no changes
+            return []
+
+    def is_converted(self) -> bool:
+        """Whether a module that is no unit was converted by itself (`model.head.float()`): its parameters have other
+        local tensors, and nobody has told the unit."""
+        return not all(map(is_, map(local_of, self._sharded), self._locals))
+
+    def warn_of_assigned_data(self) -> None:
+        """Warn after ``param.data = ...``, which changes nothing that a gather reads. (No error: transformers pads
+        biases in this way, mostly by nothing.)"""
+        pairs = zip(self._params, storages_of(self._sharded), self.known, strict=False)
+        fqn = next((param.fqn for param, new, before in pairs if new != before), None)
+        if fqn is not None and not self.is_converted():
+            warn(
+                f"'{fqn}': its .data was assigned, which does not change the values of a DTensor. Copy instead: "
+                "param.data.copy_(value), with a DTensor of the same placements; or change whole tensors within "
+                "fsdp2.full_params(model).",
+                stacklevel=2,
+            )
 
 
 class Changes:
-    """Finds changes in place of a group's unsharded parameters."""
+    """Changes in place of a group's unsharded parameters.
+
+    Attributes:
+        versions: when they last had the values of the shards.
+    """
 
     def __init__(self, params: Sequence[ManagedParameter], gradients: Gradients):
         self._params = params
         self._gradients = gradients
-        self._versions: list[int] = []  # when they last had the values of the shards
+        self.versions: list[int] = []
+        self._used_at: list[int] | None = None  # of shards that are used in place, when forward used them
 
     def forget(self) -> None:
         """They have the values of the shards, or count as if they had."""
-        self._versions = list(map(version, self._gradients.unsharded))
+        self.versions = list(map(version, self._gradients.unsharded))
 
     def found(self) -> list[ManagedParameter]:
         """The parameters that were changed."""
         now = list(map(version, self._gradients.unsharded))
-        if now == self._versions:
+        if now == self.versions:
             return []
-        return [param for param, new, old in zip(self._params, now, self._versions, strict=True) if new != old]
+        return [param for param, new, old in zip(self._params, now, self.versions, strict=True) if new != old]
 
     def check_none(self) -> None:
         """In forward or backward: raise if a parameter was changed."""
-        if list(map(version, self._gradients.unsharded)) != self._versions:
+        for param in self.found():
             raise OrderError(
-                f"'{self.found()[0].fqn}' was changed in place within the forward or backward of its unit, as "
+                f"'{param.fqn}' was changed in place within the forward or backward of its unit, as "
                 "Embedding(max_norm=...) does. Each rank sees other data, so ranks may differ in the change, and no "
                 "shard has it. Change parameters between forward and backward, the same on all ranks. After this "
                 "error call model.reset_iter_state(), which drops the change."
             )
 
-    def adopt(self, changed: Sequence[ManagedParameter]) -> None:
+    def adopt(self, changed: Sequence[ManagedParameter], is_stale: bool) -> None:
         """Copy the changes of these parameters into their shards.
 
         Raises:
-            OrderError: the all-gather of one of them sends something other than its shard.
+            OrderError: the shards were changed too (`is_stale`), or the all-gather of one of them sends something other
+                than its shard.
         """
+        if is_stale:
+            raise OrderError(
+                f"'{changed[0].fqn}' was changed in place while it was unsharded, and its shards were changed too. "
+                "Call reshard() on the module that holds it between the two. After this error call "
+                "model.reset_iter_state(), which drops the change of the unsharded parameter."
+            )
         for param in changed:
             if not param.aliases:
                 _copy_back(param)
         self.forget()
+
+    def converted(self) -> Iterator[ManagedParameter]:
+        """The parameters that are in other memory than gathers fill."""
+        return filter(_is_elsewhere, self._params)
+
+    def check_unconverted(self) -> None:
+        """Raise if trainable parameters were converted while they were unsharded. (Of frozen ones some modules change
+        the dtype in each forward.)"""
+        for param in self.converted():
+            if param.sharded.requires_grad:
+                raise OrderError(
+                    f"'{param.fqn}' was moved or converted while it was unsharded, by a call of a module that is no "
+                    "unit, which does not reach its shards. Call reshard() on the model before such a call."
+                )
+
+    def check_use(self, fqn: str) -> None:
+        """Parameters that nothing shards, casts or moves are used where they are. Then changing them between forward
+        and backward makes gradients wrong, and autograd, which raises for a plain model, does not see it: raise in its
+        place."""
+        versions = [version(param.sharded) for param in self._params if param.aliases]
+        if not backward_is_running():
+            self._used_at = versions
+        elif self._used_at is not None and versions != self._used_at:
+            raise OrderError(
+                f"unit '{fqn or '(root)'}': parameters changed between forward and backward; they are replicated and "
+                "used as they are, so backward needs those of forward. Step the optimizer after backward."
+            )
+
+    def forget_use(self) -> None:
+        """The forwards so far will have no backward."""
+        self._used_at = None
+
+
+def _is_elsewhere(param: ManagedParameter) -> bool:
+    form: Any = param.unsharded
+    if form is None or param.whole is None or param.extension is not None:
+        return False
+    local = local_tensor(form) if isinstance(form, DTensor) else form
+    return local.untyped_storage() is not param.whole.untyped_storage()
 
 
 @torch.no_grad()
@@ -66,7 +178,7 @@ def _copy_back(param: ManagedParameter) -> None:
             f"'{param.fqn}' was changed in place while it was unsharded, but its all-gather sends something other "
             "than its shard, so the change cannot reach it. Change it in full_params(model), or while sharded."
         )
-    rows, shard = _own_rows(param)
+    rows, shard = own_rows(param)
     rows = rows.to(shard.device)
     # Where the compute dtype is a shorter one, elements that were not changed keep all their digits.
     same = rows == shard.to(rows.dtype)
@@ -74,30 +186,8 @@ def _copy_back(param: ManagedParameter) -> None:
     torch.autograd.graph.increment_version(param.sharded)
 
 
-def _own_rows(param: ManagedParameter) -> tuple[torch.Tensor, torch.Tensor]:
+def own_rows(param: ManagedParameter) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's rows of the unsharded parameter, and the shard, with dims in memory order."""
     assert param.whole is not None
     rows = param.geometry.cut(param.geometry.from_memory(param.whole))
     return rows, param.geometry.to_memory(param.geometry.local_view(param.flat))
-
-
-def agrees(params: Sequence[ManagedParameter], channel: Channel, is_same: bool) -> bool:
-    """Whether the shards of all ranks have the values that were gathered and kept. Collective over the shard group: one
-    number. The host waits for it, since what is gathered next depends on it.
-
-    Args:
-        is_same: what this rank knows without a look.
-    """
-    group = channel.roles.shard_group
-    assert group is not None
-    if is_fake(params[0].flat):
-        return is_same
-    differ = not (is_same and all(map(_has_shard, params)))
-    flag = torch.tensor([differ], dtype=torch.int32, device=channel.roles.device)
-    all_reduce(flag, channel.what("comparison of kept values", group), dist.ReduceOp.MAX)
-    return not flag.item()
-
-
-def _has_shard(param: ManagedParameter) -> bool:
-    rows, shard = _own_rows(param)
-    return torch.equal(rows, shard.to(rows.device, rows.dtype))

@@ -61,9 +61,9 @@ def pre_forward(module: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args,
         if is_new and step.root() is unit:
             args, kwargs = _begin_root(unit, step, args, kwargs)
         elif step.order is None:
-            step.follow_compute()
             if is_new and running_backward() < 0:
                 unit.drop_stale()
+            step.follow_compute()
         is_first = is_new and (not state.to_run or len(unit.members) == 1)
         if is_first:
             _begin(unit, step, state, module)

@@ -21,7 +21,7 @@ from fsdp2.layout import Lane, ShardLayout, pack
 from fsdp2.mesh import Axis
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.packing import interleave
-from fsdp2.runtime.storage import FlatStorage
+from fsdp2.runtime.storage import FlatStorage, Storage
 
 _Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 
@@ -34,10 +34,6 @@ class Gather:
         layouts: how each tensor is split over `axis.size` ranks.
         fulls: the tensors to fill, of the layouts' shapes: not the parameters but other tensors on the same memory, so
             that autograd does not see filling as a modification.
-
-    Attributes:
-        is_packed: all tensors are copied out of the packed buffer, and so need memory only once the collective has
-            finished.
     """
 
     def __init__(self, layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor], axis: Axis, channel: Channel):
@@ -45,7 +41,8 @@ class Gather:
         self._axis = axis
         self._channel = channel
         self._comm = comm = channel.comm_over(axis)
-        self._packed: FlatStorage | None = None
+        self._packed: torch.UntypedStorage | None = None
+        self._packed_nbytes = 0
         self._unpack_to: list[torch.Tensor] = []
         self._unpack_from: list[torch.Tensor] = []
         self._own: list[torch.Tensor] = [torch.empty(0)] * len(layouts)
@@ -58,25 +55,18 @@ class Gather:
             else:
                 self.operands.append(Operand(full.view(-1), layout.flat_bounds))
                 self._own[index] = self.operands[-1].row(axis.rank)
-        self.is_packed = len(packed) == len(layouts)
+        self._is_packed = len(packed) == len(layouts)
         if packed:
             self._make_packed(packed, layouts, fulls)
         dtypes = [full.dtype for full in fulls]
         # One call per dtype: a call with several dtypes wrote garbage on CUDA until
         # https://github.com/pytorch/pytorch/pull/173531.
         self._by_dtype = [[i for i, dtype in enumerate(dtypes) if dtype == each] for each in dict.fromkeys(dtypes)]
-        # The last copies in, the shards, the carved ones among these, and their addresses.
-        self._known: tuple[list[_Copies], Sequence[torch.Tensor], list[torch.Tensor], list[int]] | None = None
+        self._known: tuple[Sequence[torch.Tensor], list[_Copies]] | None = None  # the last shards, and how they go in
         numel = axis.size * sum(layout.padded_numel for layout in layouts)
         nbytes = sum(operand.full.nbytes for operand in self.operands)
         self._travels = numel, nbytes, dtypes[0] if len(self._by_dtype) == 1 else None
         self._collective: Reported | None = None
-
-    def _plan(self) -> Reported:
-        """The collective, which names the unit: once more if that has another name now."""
-        what = self._channel.what("all_gather", self._axis.group, *self._travels)
-        self._collective = Reported(self._comm.plan_all_gather(self.operands, what), what)
-        return self._collective
 
     def _make_packed(self, indices: list[int], layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor]) -> None:
         """One buffer ``[ranks, segment]`` of bytes; a segment holds one rank's shard of each parameter, end to end."""
@@ -85,10 +75,11 @@ class Gather:
         sizes_bytes = [layouts[index].padded_numel * fulls[index].itemsize for index in indices]
         offsets, segment = pack(sizes_bytes, align=max(itemsizes))
         segment = -(-segment // max(itemsizes)) * max(itemsizes)
-        self._packed = FlatStorage(size * segment, fulls[0].device)
-        self._packed.alloc()
+        self._packed_nbytes = size * segment
+        storage = FlatStorage(self._packed_nbytes, fulls[0].device)
+        storage.alloc()
         views = {
-            dtype: self._packed.view(0, (size, segment // dtype.itemsize), dtype)
+            dtype: storage.view(0, (size, segment // dtype.itemsize), dtype)
             for dtype in {fulls[index].dtype for index in indices}
         }
         for index, offset in zip(indices, offsets, strict=True):
@@ -103,50 +94,54 @@ class Gather:
             dtypes = {fulls[index].dtype for index in indices}
             dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
             numel = segment // dtype.itemsize
-            whole = self._packed.view(0, (size * numel,), dtype)
+            whole = storage.view(0, (size * numel,), dtype)
             self.operands.append(Operand(whole, range(0, (size + 1) * numel, numel)))
+        self._packed = next(iter(views.values())).untyped_storage()
 
-    def start(self, shards: Sequence[torch.Tensor], stay: bool = False) -> Callable[[], None]:
+    def start(self, shards: Sequence[torch.Tensor], stay: bool, storage: Storage) -> Callable[[], None]:
         """Copy this rank's flat `shards` in and issue the collective. Returns a function that waits for it and copies
         out of the packed buffer; call it on the same stream.
 
         Args:
             stay: the same list has the same shards in the next call.
+            storage: the memory of the tensors to fill. If all are packed, it is allocated once the collective has
+                finished, otherwise before.
         """
-        if self._packed is not None:
-            self._packed.alloc()
-        for destinations, sources in self._copies(shards, stay):
+        if not self._is_packed:
+            storage.alloc()
+        if self._packed is not None and not self._packed.nbytes():
+            self._packed.resize_(self._packed_nbytes)
+        known = self._known
+        for destinations, sources in known[1] if known is not None and known[0] is shards else self._plan(shards, stay):
             copy_lists(destinations, sources)
         if not self.operands:
-            return partial(self._finish, None, None)
+            return partial(self._finish, storage, None, None)
         collective = self._collective
-        if collective is None or collective.what.fqn is not self._channel.fqn:
-            collective = self._plan()
-        return partial(self._finish, collective, collective.start())
+        if collective is None or collective.what.fqn is not self._channel.fqn:  # it names the unit
+            what = self._channel.what("all_gather", self._axis.group, *self._travels)
+            collective = self._collective = Reported(self._comm.plan_all_gather(self.operands, what), what)
+        return partial(self._finish, storage, collective, collective.start())
 
-    def _copies(self, shards: Sequence[torch.Tensor], stay: bool) -> list[_Copies]:
+    def _plan(self, shards: Sequence[torch.Tensor], stay: bool) -> list[_Copies]:
         """The copies in, one list for each dtype."""
-        if self._known is not None:
-            copies, known, carved, addresses = self._known
-            if known is shards and list(map(torch.Tensor.data_ptr, carved)) == addresses:
-                return copies
-        carved = []
-        copies = [_merged([(self._own[at], shards[at]) for at in indices], carved) for indices in self._by_dtype]
+        copies = [_merged([(self._own[at], shards[at]) for at in indices]) for indices in self._by_dtype]
         if stay:
-            self._known = copies, shards, carved, list(map(torch.Tensor.data_ptr, carved))
+            self._known = shards, copies
         return copies
 
-    def _finish(self, collective: Reported | None, started: Any) -> None:
+    def _finish(self, storage: Storage, collective: Reported | None, started: Any) -> None:
         if collective is not None:
             collective.wait(started)
         if self._packed is not None:
+            if self._is_packed:
+                storage.alloc()
             copy_lists(self._unpack_to, self._unpack_from)
-            self._packed.free()
+            self._packed.resize_(0)
 
 
-def _merged(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], carved: list[torch.Tensor]) -> _Copies:
-    """The copies into the first tensors of the second ones: one copy for those that lie end to end both here and there.
-    Adds sources that may be such to `carved`."""
+def _merged(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Copies:
+    """The copies into the first tensors of the second ones: one copy for those that lie end to end both here and
+    there."""
     destinations: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     last: tuple[torch.Tensor, torch.Tensor, int, int] | None = None  # what both lie in, and where they end
@@ -155,7 +150,6 @@ def _merged(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], carved: list[tor
         if place is None or base is None:
             last = None
         else:
-            carved.append(of)
             (whole, first), start, numel = place, int(into.storage_offset()), of.numel()
             if last is not None and last[0] is whole and last[1] is base and last[2:] == (first, start):
                 numel += sources[-1].numel()

@@ -32,8 +32,21 @@ before_apply: list[Callable[[Any, Callable[[Any], Any], bool], Callable[[], None
 after_zero_grad: list[Callable[[Any], None]] = []
 # Setters of `FSDPModule` that are implemented outside of the core, by name; called with the module and the arguments.
 setters: dict[str, Callable[..., Any]] = {}
-# By the `all_gather_dtype` of `MixedPrecisionPolicy`: makes the hooks of the all-gather of a managed parameter.
-gather_dtypes: dict[Any, Callable[[Any], Any]] = {}
+# Called with the parameters of a group whose shards nothing else refers to yet, which it may put elsewhere: returns
+# whether it did.
+shards_made: list[Callable[[Sequence[Any]], bool]] = []
+# Where the unsharded values of a `ParamGroup` come from. A function of `sources` may return a `Shards` of its own kind
+# for a group, or None; one of `around_sources` what it is given, or something around it; one of `keeps` what keeps
+# values at reshard, by `ParamGroup.keep`. Those of `keep_values` are asked when a group reshards after a forward
+# without gradients: they return None, or what will tell whether the values that stay are still those of the shards.
+sources: list[Callable[[Any], Any]] = []
+around_sources: list[Callable[[Any, Any], Any]] = []
+keeps: dict[Any, Callable[[Any], Any]] = {}
+keep_values: list[Callable[[Any], Callable[[], bool] | None]] = []
+# The `all_gather_dtype`s of `MixedPrecisionPolicy` that a source implements, and its name.
+gather_dtypes: dict[Any, str] = {}
+# Called with an FQN and a local tensor: the object whose hooks change its all-gather, or None.
+gather_hooks: list[Callable[[str, Any], Any]] = []
 
 
 def implementation(table: Mapping[Any, Any], key: Any, name: str) -> Any:

@@ -34,15 +34,13 @@ from fsdp2._torch import (
     version,
 )
 from fsdp2.carving import carved_of
-from fsdp2.disk import mapped
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import MeshRoles
 from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy
-from fsdp2.runtime.extension import Extension, extension_of, is_wrapper
+from fsdp2.runtime.extension import extension_of, is_wrapper
 from fsdp2.runtime.geometry import Geometry
 from fsdp2.runtime.slot import Slot, tie_again
-from fsdp2.runtime.streams import simulation
 from fsdp2.specs import ParamSpecs
 
 # Maps original and unsharded parameters, and replaced sharded ones, to their managed parameter. Weak on both sides, so
@@ -74,7 +72,7 @@ class Plan:
         policy: mixed precision.
         param_dtype: compute dtype of this parameter; None for the original dtype.
         offload: where the sharded parameter lives.
-        extension: makes the hooks of its all-gather, if the shard has none: for an `all_gather_dtype`.
+        gather_dtype: what an all-gather sends in place of the compute dtype (`all_gather_dtype`).
     """
 
     roles: MeshRoles
@@ -83,7 +81,7 @@ class Plan:
     policy: MixedPrecisionPolicy
     param_dtype: torch.dtype | None
     offload: OffloadPolicy
-    extension: Callable[[Any], Extension] | None = None
+    gather_dtype: torch.dtype | None = None
 
     @property
     def home(self) -> torch.device:
@@ -98,17 +96,12 @@ class Plan:
     @property
     def pins(self) -> bool:
         """Whether `home` is page-locked host memory."""
-        return self.offload.home is not None and self.offload.pins and not self.in_files
-
-    @property
-    def in_files(self) -> bool:
-        """Whether `home` is memory of files. (A plan counts what is in files as memory of the host.)"""
-        return bool(self.offload.param_folders) and simulation() is None
+        return self.offload.home is not None and self.offload.pins and not self.offload.in_files
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for sharded parameters, 1-D; in a file, if they are moved to `home`, and that is there."""
-        if self.in_files and device == self.home:
-            return mapped.zeros(numel, dtype, self.offload.param_folders)
+        """Memory for sharded parameters, 1-D."""
+        if device == self.offload.home:
+            return self.offload.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
 
@@ -152,7 +145,7 @@ class ManagedParameter:
         self.geometry = Geometry(data, plan.dim, plan.roles)
         self.kind = Kind.of(original)
         local, self.flat = self._padded(self.geometry.cut(data))
-        self.extension: Extension | None = extension_of(fqn, local)
+        self.extension = extension_of(fqn, local)
         self.sharded = make_parameter(local, plan.specs.sharded(local.dtype), original.requires_grad)
         self.sharded.__dict__.update(self.kind.tags)
         move_hooks(original, self.sharded)
@@ -222,7 +215,7 @@ class ManagedParameter:
     @property
     def is_extended(self) -> bool:
         """Whether an all-gather sends something other than the shard."""
-        return self.extension is not None or self.plan.extension is not None
+        return self.extension is not None or self.plan.gather_dtype is not None
 
     @property
     def aliases(self) -> bool:
@@ -327,7 +320,7 @@ class ManagedParameter:
         in_memory = local if is_wrapper(local) else self.geometry.to_memory(local)
         fits = not is_wrapper(local) and in_memory.is_contiguous() and local.numel() == layout.padded_numel
         own = carved_of(in_memory)
-        elsewhere = self.plan.in_files and not local.is_meta and mapped.file_of(in_memory) is None
+        elsewhere = not local.is_meta and not self.plan.offload.has(in_memory)
         if own is not None and not elsewhere and own.numel() == layout.padded_numel:
             self.flat = own
         elif fits and not elsewhere and (not self.plan.pins or local.is_meta or local.is_pinned()):

@@ -64,7 +64,8 @@ def become_root(root: Unit) -> Step:
     check_borrowed(units)
     for unit in units:
         for group in unit.groups:
-            group.warn_of_assigned_data()
+            if not group.changing:
+                group.seen.warn_of_assigned_data()
         unit.refresh()
     step = Step(units, root.device, is_provisional=False, reductions=root.reductions)
     for unit in units:

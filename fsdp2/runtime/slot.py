@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from operator import is_not
+from typing import Any
 from weakref import ref
 
 import torch
@@ -58,18 +59,20 @@ def tie_again(slots: Sequence[Slot], param: nn.Parameter, check: Callable[[torch
 
 
 class SlotTable:
-    """The slots of several parameters, written and compared without a call for each."""
+    """The slots of several parameters, written and compared without a call for each. Made while they are sharded."""
 
-    def __init__(self, slots: Sequence[Sequence[Slot]]):
-        every = [(index, slot) for index, of_one in enumerate(slots) for slot in of_one]
+    def __init__(self, params: Sequence[Any]):
+        every = [(index, slot) for index, param in enumerate(params) for slot in param.slots]
         self._rows = [(index, slot, slot.direct) for index, slot in every]
         alive = [(index, slot.name, module) for index, slot in every if (module := slot.module) is not None]
         self._indices = [index for index, _, _ in alive]
         self._names = [name for _, name, _ in alive]
         self._dicts = [parameter_slots(module) for _, _, module in alive]
+        self._forms: Sequence[nn.Parameter | None] = [param.at_rest for param in params]
 
     def put(self, forms: Sequence[nn.Parameter | None]) -> None:
         """Make the modules hold these forms of the parameters."""
+        self._forms = forms
         for index, slot, direct in self._rows:
             form = forms[index]
             if direct is not None:
@@ -77,10 +80,10 @@ class SlotTable:
             elif form is not None:
                 slot.put(form)
 
-    def others(self, forms: Sequence[nn.Parameter | None]) -> list[tuple[int, torch.Tensor | None]]:
-        """The tensors that the modules hold instead of these forms, each with the index of its parameter."""
-        expected = map(forms.__getitem__, self._indices)
-        if not any(map(is_not, map(dict.get, self._dicts, self._names), expected)):  # without a Python frame for each
+    def replaced(self) -> list[tuple[int, torch.Tensor | None]]:
+        """The tensors that the modules hold in place of what was put there, each with the index of its parameter."""
+        forms = self._forms
+        held = list(map(dict.get, self._dicts, self._names))
+        if not any(map(is_not, held, map(forms.__getitem__, self._indices))):  # without a Python frame for each
             return []
-        held = zip(self._indices, map(dict.get, self._dicts, self._names), strict=True)
-        return [(index, tensor) for index, tensor in held if tensor is not forms[index]]
+        return [(index, each) for index, each in zip(self._indices, held, strict=True) if each is not forms[index]]

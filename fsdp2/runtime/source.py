@@ -1,87 +1,271 @@
-"""`Source`: what a group's all-gather sends. Chosen once, when its unsharded parameters are created. Layer: runtime,
-below the unsharded storage.
+"""Where a group's unsharded values come from. Layer: runtime, below the param group.
+
+A `Shards` is the memory of the unsharded parameters, and what fills it in each unshard::
+
+                                          one storage, resized to 0 bytes between uses
+    flat shards --copy in--> gather ====> | weight, all rows | pad | bias, all rows | pad |
+                                            ^ `param.whole` and `param.unsharded` are views of it
 
 ================  ==================================================================================================
-`Shards`          the shards
-`HostShards`      offloaded shards, copied to the device
-`ReplicaShards`   with sharded replicas: the *inner* shards, gathered over the replicate axis until the shards change
+`Shards`          gathers the shards
+`HostShards`      offloaded shards: copied to the device first
+`ReplicaShards`   with sharded replicas: gathers the *inner* shards, which are gathered over the replicas once a step
+`Replicated`      nothing is sharded: copies
+`Smaller`         after a reshard to the smaller mesh: gathers this rank's rows there
 ================  ==================================================================================================
+
+It is chosen once (`source_of`). Features add kinds of their own, and wrap them (`Around`), by `runtime.hooks`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from fsdp2.layout import pack
-from fsdp2.runtime.channel import Channel
+from fsdp2.mesh import Axis, MeshRoles
+from fsdp2.runtime import hooks
 from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage
+from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, ReleasedMemory
 
-Sent = tuple[Sequence[torch.Tensor], bool]
+Group: TypeAlias = Any  # `runtime.param_group.ParamGroup`: that module is above this one
 
 
-class Shards:
-    """The shards as they are."""
+class Source:
+    """What fills the unsharded parameters of a group, and what becomes of their memory.
 
-    def take(self, shards: Sequence[torch.Tensor], versions: list[int]) -> Sent:
-        """The flat tensors to send, one for each parameter; and whether they stay the same while the list does.
-        Called on the all-gather stream with the flat shards, which have these `versions`."""
-        return shards, True
+    Attributes:
+        follows_compute: compute may still use what `start` writes to.
+        kept: the last `release` has kept the values; asks whether they are those that `start` would give.
+    """
 
-    def free(self) -> None:
-        """The shards will change or have changed. Called on the all-gather stream."""
+    follows_compute = False
+    kept: Callable[[], bool] | None = None
+
+    @property
+    def base(self) -> "Shards":
+        """The memory that it fills."""
+        raise NotImplementedError
+
+    def start(self, group: Group) -> Callable[[], None]:
+        """Called on the all-gather stream: issue what fills the parameters. Returns what completes them, to be called
+        on the same stream."""
+        raise NotImplementedError
+
+    def release(self, group: Group, memory: ReleasedMemory) -> None:
+        """The group reshards, and compute has issued its last use."""
+        raise NotImplementedError
+
+    def free_inner(self) -> None:
+        """The shards may change. Called on the all-gather stream."""
+
+    def forget(self) -> None:
+        """The shards will change: drop copies of their values."""
+
+
+class Around(Source):
+    """A source that does something more than `inner`."""
+
+    def __init__(self, inner: Source):
+        self.inner = inner
+        self.follows_compute = self.follows_compute or inner.follows_compute
+
+    @property
+    def base(self) -> "Shards":
+        return self.inner.base
+
+    def start(self, group: Group) -> Callable[[], None]:
+        return self.inner.start(group)
+
+    def release(self, group: Group, memory: ReleasedMemory) -> None:
+        self.inner.release(group, memory)
+
+    def free_inner(self) -> None:
+        self.inner.free_inner()
+
+    def forget(self) -> None:
+        self.inner.forget()
+
+
+class Shards(FlatStorage, Source):
+    """One block of memory, the unsharded parameters as views of it, and the gather into them.
+
+    Attributes:
+        gather: planned at the first `start`; to be dropped when the channel changes.
+    """
+
+    def __init__(self, group: Group):
+        self.gather: Gather | None = None
+        params: Sequence[ManagedParameter] = group.params
+        lies_here = [not param.aliases and param.extension is None for param in params]
+        sizes = [
+            param.layout.numel * param.compute_dtype.itemsize if is_here else 0
+            for param, is_here in zip(params, lies_here, strict=True)
+        ]
+        offsets, total = pack(sizes, ALIGN_BYTES)
+        super().__init__(total, group.roles.device)
+        with torch.inference_mode(False), torch.no_grad():
+            FlatStorage.alloc(self)
+            for param, offset in zip(params, offsets, strict=True):
+                # Two views with separate version counters: filling `whole` must not look to autograd like a change of
+                # the parameter.
+                shape, dtype = param.layout.shape, param.compute_dtype
+                if param.aliases:
+                    param.whole, view = param.flat.view(shape), param.flat.data.view(shape)
+                elif param.extension is None:
+                    param.whole, view = self.view(offset, shape, dtype), self.view(offset, shape, dtype)
+                else:
+                    continue
+                param.make_unsharded(param.geometry.from_memory(view))
+            FlatStorage.free(self)
+
+    @property
+    def base(self) -> "Shards":
+        return self
+
+    def start(self, group: Group) -> Callable[[], None]:
+        return (self.gather or self._plan(group)).start(group.seen.flats, True, self)
+
+    def _plan(self, group: Group) -> Gather:
+        self.gather = _plan(group, group.roles.shard)
+        return self.gather
+
+    def release(self, group: Group, memory: ReleasedMemory) -> None:
+        memory.release(self)
+
+
+def _plan(group: Group, axis: Axis) -> Gather:
+    """The gather of the parameters over `axis`."""
+    params: Sequence[ManagedParameter] = group.params
+    storage: Shards = group.source.base
+    is_taken = storage.is_taken
+    with torch.inference_mode(False), torch.no_grad():
+        storage.alloc()
+        fulls = [param.whole for param in params if param.whole is not None]
+        gather = Gather([param.layout.over(axis.size) for param in params], fulls, axis, group.channel)
+        if not is_taken:
+            storage.free()
+    return gather
 
 
 class HostShards(Shards):
-    """Offloaded shards, copied to `device` first and cast there: a copy that does both would cast on the CPU and block
-    it. The copies are owned by the all-gather stream, and so is everything that reads them."""
+    """Offloaded shards."""
 
-    def __init__(self, params: Sequence[ManagedParameter], device: torch.device):
-        self._params = params
-        self._device = device
+    def start(self, group: Group) -> Callable[[], None]:
+        return (self.gather or self._plan(group)).start(on_device(group), False, self)
 
-    def take(self, shards: Sequence[torch.Tensor], versions: list[int]) -> Sent:
-        pairs = zip(self._params, shards, strict=True)
-        copies = [shard if each.is_extended else shard.to(self._device, non_blocking=True) for each, shard in pairs]
-        return copies, False
+
+def on_device(group: Group) -> Sequence[torch.Tensor]:
+    """The flat shards, or copies of offloaded ones, which the current stream owns. They are cast there: a copy that
+    does both would cast on the CPU and block it."""
+    flats: Sequence[torch.Tensor] = group.seen.flats
+    if group.params[0].plan.home == group.roles.device:
+        return flats
+    return [flat.to(group.roles.device, non_blocking=True) for flat in flats]
+
+
+class Replicated(Shards):
+    """Nothing is sharded. What needs no cast and no move uses the memory of the shards as it is."""
+
+    def start(self, group: Group) -> Callable[[], None]:
+        self.alloc()
+        return partial(_copy, group.params, on_device(group))
+
+
+def _copy(params: Sequence[ManagedParameter], shards: Sequence[torch.Tensor]) -> None:
+    for param, shard in zip(params, shards, strict=True):
+        if not param.aliases:
+            assert param.whole is not None
+            param.whole.view(-1).copy_(shard, non_blocking=True)
 
 
 class ReplicaShards(Shards):
-    """The padded pieces of the shard axis, in the compute dtype, gathered over the replicate axis once, until the
-    parameters change. The all-gather stream owns their memory."""
+    """The padded pieces of the shard axis, in the compute dtype, are gathered over the replicate axis once, until the
+    shards may change. The all-gather stream owns their memory."""
 
-    def __init__(self, params: Sequence[ManagedParameter], channel: Channel, shards: Shards):
-        self._shards = shards
-        rank = channel.roles.shard_rank
+    def __init__(self, group: Group):
+        super().__init__(group)
+        params, roles = group.params, group.roles
         offsets, total = pack([p.layout.padded_numel * p.compute_dtype.itemsize for p in params], ALIGN_BYTES)
-        self._storage = FlatStorage(total, channel.roles.device)
+        self._inner = FlatStorage(total, roles.device)
         self._at: list[int] | None = None  # the versions of the shards that were gathered
-        self._flats: list[torch.Tensor] = []
-        fulls = []
         with torch.inference_mode(False), torch.no_grad():
-            self._storage.alloc()
-            for param, offset in zip(params, offsets, strict=True):
-                fulls.append(self._storage.view(offset, param.layout.local_shape(rank), param.compute_dtype))
-                self._flats.append(fulls[-1].view(-1))
+            self._inner.alloc()
+            shapes = [param.layout.local_shape(roles.shard_rank) for param in params]
+            fulls = [
+                self._inner.view(offset, shape, param.compute_dtype)
+                for param, offset, shape in zip(params, offsets, shapes, strict=True)
+            ]
+            self._flats = [full.view(-1) for full in fulls]
             layouts = [param.geometry.outer for param in params if param.geometry.outer is not None]
-            self._gather = Gather(layouts, fulls, channel.roles.replicate, channel)
-            self._storage.free()
+            self._over_replicas = Gather(layouts, fulls, roles.replicate, group.channel)
+            self._inner.free()
 
-    def take(self, shards: Sequence[torch.Tensor], versions: list[int]) -> Sent:
-        if self._at != versions:
-            self._storage.alloc()
-            self._gather.start(self._shards.take(shards, versions)[0])()
-            self._at = versions
-        return self._flats, True
+    def start(self, group: Group) -> Callable[[], None]:
+        if self._at != group.seen.versions:
+            self._inner.alloc()
+            self._over_replicas.start(on_device(group), False, self._inner)()
+            self._at = group.seen.versions
+        return (self.gather or self._plan(group)).start(self._flats, True, self)
 
-    def free(self) -> None:
+    def free_inner(self) -> None:
         self._at = None
-        self._storage.free()
+        self._inner.free()
 
 
-def source_of(params: Sequence[ManagedParameter], channel: Channel) -> Shards:
+class Smaller(Source):
+    """Copies of this rank's rows on the smaller mesh, between forward and backward.
+
+    Attributes:
+        roles: on the smaller mesh.
+    """
+
+    def __init__(self, roles: MeshRoles):
+        self.roles = roles
+        self.gather: Gather | None = None
+        self._copies: list[torch.Tensor] = []
+
+    def copy(self, group: Group) -> list[nn.Parameter | None]:
+        """Make the copies. Returns the forms for the modules."""
+        with torch.no_grad():
+            self._copies = [param.make_resharded(self.roles) for param in group.params]
+        return [param.resharded for param in group.params]
+
+    def start(self, group: Group) -> Callable[[], None]:
+        if self.gather is None:
+            self.gather = _plan(group, self.roles.shard)
+        return self.gather.start(self._copies, False, group.source.base)
+
+    def drop(self, group: Group) -> None:
+        """The modules hold other forms. Those that the user froze meanwhile stay so."""
+        if self._copies:
+            self._copies = []
+            group.gradients.follow([param.resharded for param in group.params])
+            for param in group.params:
+                param.resharded = None
+
+
+def source_of(group: Group) -> Shards:
     """The source of a group of these parameters."""
-    device = channel.roles.device
-    shards = Shards() if params[0].plan.home == device else HostShards(params, device)
-    return ReplicaShards(params, channel, shards) if channel.roles.sharded_replicas else shards
+    for make in hooks.sources:
+        if (found := make(group)) is not None:
+            source: Shards = found
+            return source
+    if group.roles.sharded_replicas:
+        return ReplicaShards(group)
+    if group.roles.shard_group is None:
+        return Replicated(group)
+    return Shards(group) if group.params[0].plan.home == group.roles.device else HostShards(group)
+
+
+def wrapped(base: Shards, group: Group) -> Source:
+    """`base`, with what features do around it."""
+    found: Source = base
+    for wrap in hooks.around_sources:
+        found = wrap(found, group)
+    if group.keep:
+        found = hooks.implementation(hooks.keeps, group.keep, "keeping unsharded parameters")(found)
+    return found

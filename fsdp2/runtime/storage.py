@@ -61,34 +61,33 @@ class ReleasedMemory:
 
     def __init__(self, streams: Streams):
         self.streams = streams
-        self._released: deque[tuple[Storage, torch.Event | None]] = deque()
+        self.released: deque[tuple[Storage, torch.Event | None]] = deque()
 
     def make_room(self, storage: Storage | None, prefetching: bool) -> None:
         """Called on the all-gather stream before `storage` (None: not created yet) is allocated: free released storage
         until at most two units are alive. `storage` itself, if released, is taken back. A unit that unshards for itself
         keeps one: the unit before it may still compute. A prefetch keeps none: the unit that prefetches computes."""
-        if not self._released:
-            return
-        for entry in [entry for entry in self._released if entry[0] is storage]:
-            self._released.remove(entry)
+        for entry in [entry for entry in self.released if entry[0] is storage]:
+            self.released.remove(entry)
             self.streams.wait(entry[1])
-        while len(self._released) > (0 if prefetching else 1):
+        while len(self.released) > (0 if prefetching else 1):
             self._free_oldest()
 
     def release(self, storage: Storage) -> None:
         """Take ownership of `storage`. The compute stream's last use of it has been enqueued."""
-        self._released.append((storage, self.streams.record()))
         if self.streams.lazy:
-            self._free_oldest()
+            storage.free()
+        else:
+            self.released.append((storage, self.streams.record()))
 
     def free_all(self) -> None:
         """Free all released storage, once compute has finished with it."""
         with self.streams.gathering():
-            while self._released:
+            while self.released:
                 self._free_oldest()
 
     def _free_oldest(self) -> None:
-        storage, event = self._released.popleft()
+        storage, event = self.released.popleft()
         if event is not None:
             self.streams.wait(event)
         storage.free()

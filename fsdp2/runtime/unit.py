@@ -188,31 +188,24 @@ class Unit:
         last forward raised; what was prefetched and not used is stale, as parameters may have changed since."""
         if not awaits_backward:
             for group in self.groups:
-                group.forget_use()
+                group.changes.forget_use()
         if has_raised:
             self.reshard()
         self.drop_stale()
 
     def drop_stale(self) -> None:
-        """Before a forward of the root, or of the unit alone: reshard what was gathered before an optimizer stepped it,
-        by a forward without a backward, or kept."""
-        for group in self.groups:
-            if group.phase is Phase.SHARDED:
-                group.warn_of_assigned_data()
-            else:
-                self.check_unconverted()
-                self.adopt_changes()
-                if group.is_stale:
-                    self.reshard_all()
+        """Before a forward of the root, or of the unit alone, or `unshard()`: follow the sharded parameters, and
+        reshard what was gathered before an optimizer stepped it, by a forward without a backward, or kept."""
+        assert self.step is not None
+        for group in (*self.groups, *self.borrowed):
+            if group.look(self.step.memory):
+                self.reshard_all()
 
     def check_unconverted(self) -> None:
         """Raise if a part of the module was converted while it was unsharded."""
-        converted = [fqn for group in self.groups if (fqn := group.take_back()) is not None]
-        if converted:
-            raise OrderError(
-                f"'{converted[0]}' was moved or converted while it was unsharded, by a call of a module that is no "
-                "unit, which does not reach its shards. Call reshard() on the model before such a call."
-            )
+        for group in self.groups:
+            if group.phase is Phase.UNSHARDED:
+                group.changes.check_unconverted()
 
     def adopt_changes(self) -> None:
         """Take over what was changed in place, while it was unsharded, outside of forward and backward."""
@@ -273,12 +266,7 @@ class Unit:
         if self.step is not None:
             for group in (*self.groups, *self.borrowed):
                 group.users.clear()
-                group.settle()
-                group.take_back()
-                group.adopt_changes()
-                group.reshard(self.step.memory)
-                if to_change:
-                    group.forget_kept(self.step.memory)
+                group.clear(self.step.memory, to_change)
 
     def complete_forward(self) -> None:
         """It is in a forward, and the root's is over, or a new one starts: modules that have not run will not run any

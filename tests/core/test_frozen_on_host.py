@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, events, fully_shard
 from fsdp2.errors import ArgumentError, CollectiveError, UnsupportedError
-from fsdp2.runtime.host_copy import HostCopy
+from fsdp2.extras.kept import HostCopy
 from tests.helpers.extensions import InPieces
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.parity_models import batch, mesh_2d

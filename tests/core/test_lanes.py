@@ -71,7 +71,7 @@ def test_large_parameters_take_the_direct_lane_by_default(rank: int, world_size:
     """And then no byte of them is packed: the group has one operand for each, and one for the rest."""
     model = fully_shard(nn.Sequential(nn.Linear(1024, 512), nn.Linear(512, 1024)))
     model.unshard()
-    gather = fully_shard.state(model).groups[0]._unsharded.gathers[world_size, False]
+    gather = fully_shard.state(model).groups[0].source.base.gather
     weights = [param.unsharded.data_ptr() for param in fully_shard.state(model).params if param.unsharded.ndim == 2]
     assert [operand.full.data_ptr() for operand in gather.operands[:2]] == weights
     assert len(gather.operands) == 3

@@ -23,7 +23,7 @@ from tests.device.ranks import SEEDS
 from tests.device.scenarios import SCENARIOS
 from tests.device.training import ON_FOUR, differs, expected_of
 from tests.helpers.ranks import RanksFailed, close_pools, run_on_ranks
-from tests.races.mutants import CONTEXT, MEMORY, MUTANTS, PARAM_GROUP, Mutant
+from tests.races.mutants import CONTEXT, MEMORY, MUTANTS, Mutant
 
 __all__ = ["MUTANTS_HERE", "found", "harmless"]
 
@@ -71,8 +71,9 @@ MORE: tuple[Mutant, ...] = (
         "gather: copied out too early, and only then",
         "runtime.gather",
         "        if collective is not None:\n            collective.wait(started)\n"
-        "        if self._packed is not None:\n            copy_lists(self._unpack_to, self._unpack_from)\n",
-        "        if self._packed is not None:\n            copy_lists(self._unpack_to, self._unpack_from)\n"
+        "        if self._packed is not None:\n",
+        "        if self._packed is not None:\n            storage.alloc()\n"
+        "            copy_lists(self._unpack_to, self._unpack_from)\n"
         "        if collective is not None:\n            collective.wait(started)\n"
         "        if self._packed is not None:\n",
         "plain",
@@ -118,8 +119,8 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "release: one unit more is kept",
         MEMORY,
-        "len(self._released) > num_kept(prefetching)",
-        "len(self._released) > num_kept(prefetching) + 1",
+        "len(self.released) > num_kept(prefetching)",
+        "len(self.released) > num_kept(prefetching) + 1",
         "two units",
     ),
     Mutant(
@@ -274,10 +275,9 @@ MORE: tuple[Mutant, ...] = (
     ),
     Mutant(
         "reshard: memory is freed at once, on the gather stream",
-        PARAM_GROUP,
-        "            elif self.keep is not Keep.STORAGE:\n                memory.release(unsharded)",
-        "            elif self.keep is not Keep.STORAGE:\n                with memory.streams.gathering():\n"
-        "                    unsharded.free()",
+        "runtime.source",
+        "memory.release(self)",
+        "with memory.streams.gathering():\n            self.free()",
         "plain",
     ),
 )

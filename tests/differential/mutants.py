@@ -107,11 +107,8 @@ MISSED_BEFORE = (
     ),
     Mutant(
         "false-order-error",
-        "runtime.param_group",
-        (
-            ("elif self._used_at is not None and versions", "elif versions"),
-            ("self._finish_gathering()  #", "self.wait_for_unshard()  #"),
-        ),
+        "runtime.changes",
+        (("elif self._used_at is not None and versions", "elif versions"),),
     ),
     Mutant(
         "call-within-itself",

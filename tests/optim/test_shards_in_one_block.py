@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.carving import place_of
+from fsdp2.extras.one_block import lay_together
 from fsdp2.optim import clip_grad_norm_, local_optimizer
-from fsdp2.runtime.memory import lay_together
 from fsdp2.runtime.unit import unit_of
 from tests.helpers.parity_models import Block, Stack, batch, local, mesh_2d, shard_blocks
 from tests.helpers.ranks import on_ranks
@@ -165,10 +165,9 @@ def test_packed_shards_are_copied_in_at_once(rank: int, world_size: int) -> None
     backward(model, 0, rank)
     unit = unit_of(model.blocks[0])
     assert unit is not None
-    unsharded = unit.groups[0]._unsharded
-    assert unsharded is not None
-    (gather,) = unsharded.gathers.values()
-    (destinations, sources), *others = gather._known[0]
+    source = unit.groups[0].source
+    assert source is not None and source.base.gather is not None
+    (destinations, sources), *others = source.base.gather._known[1]
     assert len(destinations) == len(sources) == 1 and not others
 
 

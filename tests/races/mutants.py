@@ -23,9 +23,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gather: the event is recorded before the collective ends",
         PARAM_GROUP,
-        "                finish()\n                finish = partial(streams.wait, streams.record())\n",
-        "                event = streams.record()\n                finish()\n"
-        "                finish = partial(streams.wait, event)\n",
+        "                    finish()\n                    finish = partial(streams.wait, streams.record())\n",
+        "                    event = streams.record()\n                    finish()\n"
+        "                    finish = partial(streams.wait, event)\n",
         "plain",
     ),
     Mutant(
@@ -38,47 +38,48 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gather: the event is that of another stream",
         PARAM_GROUP,
-        "            if not streams.lazy:\n                finish()\n"
-        "                finish = partial(streams.wait, streams.record())\n            self._under_way = finish\n",
-        "            finish()\n        self._under_way = partial(streams.wait, streams.record())\n",
+        "                if not streams.lazy:\n                    finish()\n"
+        "                    finish = partial(streams.wait, streams.record())\n"
+        "                self._under_way = finish\n",
+        "                finish()\n            self._under_way = partial(streams.wait, streams.record())\n",
         "plain",
     ),
     Mutant(
         "gather: frozen parameters are copied to the host on the compute stream",
-        PARAM_GROUP,
-        "with streams_for(self.roles.device).gathering():",
-        "if True:",
+        "extras.kept",
+        "with torch.no_grad(), memory.streams.gathering():",
+        "with torch.no_grad():",
         "frozen",
         harmless="slower only: the next gather waits for the release of the unit's memory, which comes after the copy",
     ),
-    Mutant("gather: no wait for kept memory", PARAM_GROUP, "streams.wait(resharded)", "pass", "kept"),
+    Mutant("gather: no wait for kept memory", PARAM_GROUP, "streams.wait(used)", "pass", "kept"),
     Mutant(
         "gather: kept memory is not in use",
         PARAM_GROUP,
-        "self.phase is not Phase.SHARDED or self.keep is Keep.STORAGE",
-        "self.phase is not Phase.SHARDED",
+        " and (source is None or not source.follows_compute)",
+        "",
         "kept",
     ),
     Mutant(
         "gather: copies on the smaller mesh are not in use",
         PARAM_GROUP,
-        "self.phase is not Phase.SHARDED or self.keep is Keep.STORAGE",
-        "self.keep is Keep.STORAGE",
+        "self.phase is Phase.SHARDED and kept is None",
+        "kept is None",
         "smaller",
         harmless="`make_room` waits for the release of the unit's memory, which comes after its copies were made",
     ),
     Mutant(
         "gather: no room is made",
         PARAM_GROUP,
-        "            memory.make_room(self._unsharded, prefetching)\n",
-        "",
+        "memory.make_room(None if source is None else source.base, prefetching)\n",
+        "pass\n",
         "again",
     ),
     Mutant(
         "gather: on the compute stream",
         PARAM_GROUP,
-        "with without_grad(), streams.gathering():",
-        "with without_grad():",
+        "with named, without_grad(), streams.gathering():",
+        "with named, without_grad():",
         "plain",
         harmless="slower, but in the order of one stream",
     ),
@@ -93,24 +94,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "gather: copied out before the wait",
         "runtime.gather",
         "        if collective is not None:\n            collective.wait",
-        "        if self._packed is not None:\n            copy_lists(self._unpack_to, self._unpack_from)\n"
+        "        if self._packed is not None:\n            storage.alloc()\n"
+        "            copy_lists(self._unpack_to, self._unpack_from)\n"
         "        if collective is not None:\n            collective.wait",
         "plain",
     ),
     # --- memory that is released ---
     Mutant(
         "reshard: memory is freed at once",
-        PARAM_GROUP,
-        "            elif self.keep is not Keep.STORAGE:\n                memory.release(unsharded)",
-        "            elif self.keep is not Keep.STORAGE:\n                unsharded.free()",
+        "runtime.source",
+        "memory.release(self)",
+        "self.free()",
         "plain",
     ),
     Mutant("release: no event", MEMORY, "(storage, self.streams.record())", "(storage, None)", "plain"),
     Mutant(
         "release: the event is on the gather stream",
         MEMORY,
-        "        self._released.append((storage, self.streams.record()))\n",
-        "        with self.streams.gathering():\n            self._released.append((storage, self.streams.record()))\n",
+        "            self.released.append((storage, self.streams.record()))",
+        "            with self.streams.gathering():\n"
+        "                self.released.append((storage, self.streams.record()))",
         "plain",
     ),
     Mutant("release: taken back without a wait", MEMORY, "self.streams.wait(entry[1])", "pass", "again"),
@@ -118,16 +121,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "release: compute waits instead",
         MEMORY,
-        "        with self.streams.gathering():\n            while self._released:\n"
-        "                self._free_oldest()",
-        "        while self._released:\n            self._free_oldest()",
+        "        with self.streams.gathering():\n            while self.released:\n                self._free_oldest()",
+        "        while self.released:\n            self._free_oldest()",
         "added",
     ),
     Mutant(
         "inner shards: freed while another stream is current",
         PARAM_GROUP,
-        "            with memory.streams.gathering():\n                unsharded.source.free()",
-        "            unsharded.source.free()",
+        "            with memory.streams.gathering():\n                source.free_inner()",
+        "            source.free_inner()",
         "inner",
         harmless="the allocator gives a block back to the stream on which it was allocated, whatever is current",
     ),

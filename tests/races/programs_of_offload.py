@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import fsdp2
+import fsdp2.extras.one_block as shard_memory
 import fsdp2.optim.offloaded_part as offloaded_part
 import fsdp2.optim.on_disk as on_disk
-import fsdp2.runtime.memory as shard_memory
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, offload_optimizer, step_in_backward
 from fsdp2.extras.offload import standing_for_host
 from tests.races.detector import HOME, Detector

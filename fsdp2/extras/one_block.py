@@ -1,7 +1,8 @@
 """The small shards of a group in one block of memory, in the order in which a reduction writes their gradients. Layer:
-runtime, below the param group.
+extras.
 
-This is an optimisation only. A shard that was replaced or moved is on its own.
+This is an optimisation only: gathers copy them at once, and optimizers step them at once (`optim/flats.py`). A shard
+that was replaced or moved is on its own.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,25 +12,13 @@ import torch
 
 from fsdp2._torch import local_tensor, set_local_tensor
 from fsdp2.carving import can_carve, carve, place_of
-from fsdp2.layout import Lane
-from fsdp2.runtime.channel import Channel
+from fsdp2.runtime import hooks
 from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.parameter import ManagedParameter
 
 # The largest shard that is moved. For a larger one a separate call is negligible next to the arithmetic, and the copy
 # is noticeable: `fully_shard` of a billion parameters took half as long again.
 MOST_BYTES = 1 << 20
-
-
-def in_memory_order(params: Sequence[ManagedParameter], channel: Channel) -> list[ManagedParameter]:
-    """The parameters of a group, in the same order on all ranks: packed before direct ones, as in the reduction's
-    output, and matrices before vectors, since weight decay often differs between them."""
-
-    def place(param: ManagedParameter) -> tuple[bool, bool]:
-        lane = channel.comm.scatter_lane(param.layout, param.reduce_dtype.itemsize)
-        return lane is not Lane.PACKED, len(param.sharded.shape) < 2
-
-    return sorted(params, key=place)
 
 
 def lay_together(params: Sequence[ManagedParameter]) -> bool:
@@ -57,8 +46,8 @@ def neighbours(
     for param in params:
         if param.at_rest is None or is_wrapper(local_tensor(param.sharded)) or param.aliases or param.plan.pins:
             continue
-        if param.flat.nbytes > 0 and (param.plan.in_files or param.flat.nbytes <= MOST_BYTES):
-            kinds.setdefault((param.dtype, device_of(param), param.plan.in_files), []).append(param)
+        if param.flat.nbytes > 0 and (param.plan.offload.in_files or param.flat.nbytes <= MOST_BYTES):
+            kinds.setdefault((param.dtype, device_of(param), param.plan.offload.in_files), []).append(param)
     return list(kinds.values())
 
 
@@ -78,3 +67,6 @@ def _are_together(members: Sequence[ManagedParameter]) -> bool:
         one is not None and other is not None and one[0] is other[0] and one[1] + numel == other[1]
         for (one, numel), (other, _) in pairwise(places)
     )
+
+
+hooks.shards_made.append(lay_together)
