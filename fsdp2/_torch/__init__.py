@@ -152,9 +152,13 @@ def backward_is_running() -> bool:
     return running_backward() != -1
 
 
-def tensors_have_levels() -> bool:
+_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+_transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def has_levels() -> bool:
     """Whether a transform of `torch.func` is active, or forward-mode differentiation is on."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _transforms_are_active() or _level() >= 0
 
 
 # Runs a block as if no transform of `torch.func` were active: a tensor that is created within one is unusable later.

@@ -11,9 +11,7 @@ gradients through afterwards. If no input needs a gradient, the root's final cal
 A backward that builds a graph (``create_graph=True``) can itself be differentiated. The second backward begins where
 the first one ended, at the gradients of the inputs, so these get the hook of an output.
 
-Under `torch.func` a tensor is a stack of tensors, one per transform, and `requires_grad` refers only to the uppermost;
-in forward mode a tensor has a tangent with a separate graph. There the same hooks are autograd functions, which torch
-applies to every tensor at every level.
+Under transforms of `torch.func`, and with forward-mode differentiation, the tensors have levels: see `hooks.levels`.
 """
 
 from collections.abc import Callable
@@ -23,8 +21,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from fsdp2._torch import base_of, number_of_node, tensors_have_levels, will_run_node
+from fsdp2._torch import base_of, has_levels, number_of_node, will_run_node
 from fsdp2.events import profiler_range
+from fsdp2.runtime import hooks
 from fsdp2.runtime.tree import map_tensors, tensors_in, tensors_within
 
 Callback = Callable[..., None]
@@ -59,73 +58,21 @@ class _BackwardEnd(torch.autograd.Function):
             grads = on_backward_begin(ctx.begin, grads)
         return (None, None, None, *grads)
 
-    @staticmethod
-    def jvp(ctx: Any, _end: None, _begin: None, _leaf: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Autograd runs last what was recorded first, so the backward of everything that the unit computes from the
-        # tangents runs before this one. Autograd requires that the result is not the same object as the argument.
-        views = tuple(tangent.view_as(tangent) for tangent in tangents)
-        return on_backward_end(ctx.end, ctx.begin, views, {})[0]
-
-
-class _BackwardEndOfLevels(torch.autograd.Function):
-    """The same in the form that torch.func requires. Calling it costs four times as much."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        end: Callback, begin: Callback, _leaf: torch.Tensor, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        return tensors
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.end, ctx.begin = inputs[:2]
-
-    backward = _BackwardEnd.backward
-
-    jvp = _BackwardEnd.jvp
-
-
-class _BackwardBeginOfLevels(torch.autograd.Function):
-    """Identity whose backward calls `begin` first."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(begin: Callback, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.begin = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        ctx.begin()
-        return None, grad
-
-    @staticmethod
-    def jvp(ctx: Any, _begin: None, tangent: Any) -> Any:
-        return on_backward_begin(ctx.begin, tangent)
-
 
 def on_backward_end(
     end: Callback, begin: Callback, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """Wrap the inputs of a forward: `end` runs when backward has passed through all of them, and `begin` when a
     backward through that backward reaches them. The third result: whether `backward_is_whole` will know."""
-    levels = tensors_have_levels()
-    matters = _is_differentiable if levels else _requires_grad
-    tensors = [tensor for tensor in tensors_in((args, kwargs) if kwargs else args) if matters(tensor)]
+    if has_levels():
+        return hooks.implementation(hooks.levels, "end", "torch.func")(end, begin, args, kwargs)  # type: ignore[no-any-return]
+    tensors = [tensor for tensor in tensors_in((args, kwargs) if kwargs else args) if tensor.requires_grad]
     if not tensors:
         return args, kwargs, False
-    function: Any = _BackwardEndOfLevels if levels else _BackwardEnd
-    # What a transform differentiates must not seem to need a gradient outside of it.
-    wrapped = iter(function.apply(end, begin, _leaf.detach() if levels else _leaf, *tensors))
+    wrapped: Any = iter(_BackwardEnd.apply(end, begin, _leaf, *tensors))  # type: ignore[no-untyped-call]
     if not kwargs and len(args) == 1 and args[0] is tensors[0]:
-        return (next(wrapped),), kwargs, not levels
-    return *map_tensors(lambda tensor: next(wrapped) if matters(tensor) else tensor, (args, kwargs)), not levels
+        return (next(wrapped),), kwargs, True
+    return *map_tensors(lambda tensor: next(wrapped) if tensor.requires_grad else tensor, (args, kwargs)), True
 
 
 def on_backward_begin(callback: Callback, output: Any, since: int = 0) -> Any:
@@ -135,9 +82,8 @@ def on_backward_begin(callback: Callback, output: Any, since: int = 0) -> Any:
     Args:
         since: `next_node_number()` when the forward began that has made `output`.
     """
-    if tensors_have_levels():
-        begin: Any = _BackwardBeginOfLevels.apply
-        return map_tensors(lambda tensor: begin(callback, tensor) if _is_differentiable(tensor) else tensor, output)
+    if has_levels():
+        return hooks.implementation(hooks.levels, "begin", "torch.func")(callback, output)
     if isinstance(output, torch.Tensor):
         tensors = [output]
     else:
@@ -156,16 +102,6 @@ def on_backward_begin(callback: Callback, output: Any, since: int = 0) -> Any:
                 # before the forward, whose backward comes when that of this unit is over.
                 node.register_prehook(callback)
     return output
-
-
-def _requires_grad(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad
-
-
-def _is_differentiable(tensor: torch.Tensor) -> bool:
-    """Whether some level of `tensor` may require a gradient."""
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    return is_number and not isinstance(tensor, nn.Parameter)
 
 
 def cast_floating(dtype: torch.dtype | None, value: Any, name: str) -> Any:

@@ -32,6 +32,8 @@ before_apply: list[Callable[[Any, Callable[[Any], Any], bool], Callable[[], None
 after_zero_grad: list[Callable[[Any], None]] = []
 # Setters of `FSDPModule` that are implemented outside of the core, by name; called with the module and the arguments.
 setters: dict[str, Callable[..., Any]] = {}
+# Under transforms of `torch.func`, by "begin" and "end": what `autograd.on_backward_begin` and `on_backward_end` do.
+levels: dict[str, Callable[..., Any]] = {}
 # Called with the parameters of a group whose shards nothing else refers to yet, which it may put elsewhere: returns
 # whether it did.
 shards_made: list[Callable[[Sequence[Any]], bool]] = []

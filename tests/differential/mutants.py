@@ -103,7 +103,7 @@ MISSED_BEFORE = (
     Mutant(
         "torch-func-unhooked",
         "runtime.autograd",
-        (("    if tensors_have_levels():\n", "    if False:\n"),),
+        (("    if has_levels():\n", "    if False:\n"),),
     ),
     Mutant(
         "false-order-error",

@@ -65,7 +65,7 @@ LAYERS: list[tuple[str, ...]] = [
         "extras.joint_step",
         "extras.optional",
     ),
-    ("extras.copying", "extras.custom_comm", "extras.pipelining", "extras.prediction", "extras.tiles"),
+    ("extras.copying", "extras.custom_comm", "extras.levels", "extras.pipelining", "extras.prediction", "extras.tiles"),
     ("extras.gather_hooks", "extras.int8", "extras.kept", "extras.one_block"),
     ("checks",),
     (
@@ -76,6 +76,7 @@ LAYERS: list[tuple[str, ...]] = [
         "checks.names",
         "checks.replicas",
         "checks.unreduced",
+        "checks.whole_loads",
     ),
     ("checks.step_hook",),
     ("api",),
