@@ -40,10 +40,12 @@ from fsdp2.extras import pipelining as _pipelining  # noqa: F401
 from fsdp2.extras import prediction as _prediction  # noqa: F401
 from fsdp2.extras.activations import ActivationOffload, offload_activations
 from fsdp2.extras.finalization import GradientReductionHandle
+from fsdp2.extras.forward_methods import register_fsdp_forward_method
 from fsdp2.extras.full_params import full_params
 from fsdp2.extras.joint_step import agree_on_step
 from fsdp2.extras.offload import Offload
 from fsdp2.extras.optional import OptionalPolicy
+from fsdp2.extras.shared_reductions import share_comm_ctx
 from fsdp2.extras.spmd import DataParallelMeshDims
 from fsdp2.extras.tiles import tile
 from fsdp2.extras.zero import ZeroPolicy
@@ -52,8 +54,6 @@ from fsdp2.mesh import ShardPlacementResult
 from fsdp2.module import (
     FSDPModule,
     UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
 )
 from fsdp2.optim import (
     LocalOptimizer,

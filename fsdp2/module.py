@@ -4,24 +4,19 @@ The class of a sharded module, ``(FSDPModule, original class)``, is made on dema
 torch's public one, for code that checks for that, and overrides every method of it.
 """
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from types import MethodType
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 import torch.distributed.fsdp
-from torch import nn
 
 from fsdp2.comm.base import Pending
-from fsdp2.errors import ArgumentError, MisuseError, OrderError
+from fsdp2.errors import MisuseError, OrderError
 from fsdp2.runtime import hooks
-from fsdp2.runtime.forward import entries, post_forward, pre_forward
-from fsdp2.runtime.in_flight import InFlight
 from fsdp2.runtime.param_group import Phase
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit, unit_for
-from fsdp2.settings import Settings, boolean, unit_in
+from fsdp2.settings import Settings, boolean
 
 _TorchFSDPModule: Any = torch.distributed.fsdp.FSDPModule
 _swapped_classes: dict[type, type] = {}
@@ -149,7 +144,8 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         root's ``finalize_backward(async_op=True)`` has not been waited for.
         """
         unit = unit_for(self)
-        _check_root(unit, "reset_iter_state", "the outermost sharded module")
+        if unit.step is not None and unit.step.root() is not unit:
+            raise OrderError(f"reset_iter_state: '{unit.fqn}' is not the root; call it on the outermost sharded module")
         if unit.step is not None:
             unit.step.reset()
 
@@ -191,53 +187,3 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
 
     def _get_fsdp_state(self) -> Any:
         return unit_for(self)
-
-
-def _check_root(unit: Unit, call: str, hint: str = "that") -> None:
-    if unit.step is not None and not unit.step.is_provisional and unit.step.root() is not unit:
-        raise OrderError(f"{call}: '{unit.fqn}' is not the root; call it on {hint}")
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make a method other than `forward` an entry point: calling it unshards, and backward may start from its output.
-    Does nothing on a module that is not sharded, so model code may call it unconditionally. Raises `ArgumentError` if
-    the module has no such method.
-
-    Example::
-
-        register_fsdp_forward_method(model, "generate")
-        model.generate(tokens)
-    """
-    if not isinstance(module, FSDPModule):
-        return
-    method = getattr(module, method_name, None)
-    if method is None:
-        raise ArgumentError(f"register_fsdp_forward_method: {type(module)} has no method '{method_name}'")
-    function = getattr(method, "__func__", None)
-
-    def entry(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        try:
-            args, kwargs = pre_forward(self, args, kwargs)
-            # Prefer the class's function to the bound method, because a copy of the module must not run the original's.
-            output = method(*args, **kwargs) if function is None else function(self, *args, **kwargs)
-        except BaseException:
-            post_forward(self, args, None)  # while the exception is handled: the forward raised
-            raise
-        return post_forward(self, args, output)
-
-    entries.add(entry.__code__)
-    setattr(module, method_name, MethodType(wraps(method)(entry), module))
-
-
-def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Let several roots share their reductions: the last backward of one of them finishes those of all, and
-    `set_reduce_scatter_max_input_buffers` counts them together. For models that run in parts, such as pipeline stages.
-    Communication streams belong to the device and are always shared. Raises `ArgumentError` for what is not a sharded
-    module."""
-    units = [unit_in("share_comm_ctx", module) for module in modules]
-    shared = InFlight()
-    for unit in units:
-        unit.reductions = shared
-        if unit.step is not None and unit.step.root() is unit:
-            unit.step.reductions.finish_all()
-            unit.step.reductions = shared

@@ -156,9 +156,7 @@ class Settings:
         """Whether reduce-scatters have their own process group (default False). Recursive. An NCCL group runs one
         collective at a time, so that all-gathers and reduce-scatters in backward wait for each other. The first call
         for a mesh creates the group and is collective; later calls reuse it."""
-        for unit in _units(self, recurse):
-            for group in unit.groups:
-                group.channel.separate_reduce_scatter(boolean("enable", enable))
+        _by_feature("set_separate_reduce_scatter_group", self, boolean("enable", enable), recurse)
 
     # --- when to reshard and unshard ---------------------------------------------------------------------------------
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.comm.groups import group_of_all
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
+from fsdp2.extras.groups import group_of_all
 from fsdp2.optim.exchange import Bucket
 from fsdp2.optim.local import ELEMENTWISE, local_optimizer, without_hooks
 from fsdp2.optim.matrices import Split, boxes_of_matrices, buckets_of, choose_owners, cost_of, shape_of_matrix

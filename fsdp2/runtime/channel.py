@@ -5,7 +5,6 @@ import torch.distributed as dist
 
 from fsdp2.comm import comm_for
 from fsdp2.comm.base import Comm, What
-from fsdp2.comm.groups import separate_group
 from fsdp2.mesh import Axis, MeshRoles
 
 
@@ -40,9 +39,3 @@ class Channel:
     def like(self, other: "Channel") -> None:
         """Copy the settings of `other`, a channel of the same roles."""
         self.scatter_group, self.base, self.comm = other.scatter_group, other.base, other.comm
-
-    def separate_reduce_scatter(self, enable: bool) -> None:
-        """Give reduce-scatters their own process group, or let them share that of the all-gathers again. Creating the
-        group is collective."""
-        group = self.roles.shard_group
-        self.scatter_group = separate_group(group) if enable and group is not None else group

@@ -11,7 +11,7 @@ from fsdp2.comm import comm_for
 from fsdp2.comm.base import Comm, Operand
 from fsdp2.comm.flat import FlatComm, NcclComm
 from fsdp2.comm.gloo import GlooComm
-from fsdp2.comm.groups import separate_group
+from fsdp2.extras.groups import separate_group
 from fsdp2.mesh import roles_of
 from tests.helpers.collectives import Scatter, all_gather, all_reduce, reduce_scatter
 from tests.helpers.ranks import on_ranks

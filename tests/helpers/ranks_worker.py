@@ -204,8 +204,7 @@ def _destroy_groups() -> None:
         return
     # Workers are forked before the package is imported.
     from fsdp2 import mesh
-    from fsdp2.comm import groups
-    from fsdp2.extras import zero
+    from fsdp2.extras import groups, zero
     from fsdp2.parallel import meshes
 
     known: list[Any] = [groups._separate, mesh._smaller_meshes, zero._meshes, meshes._known]

@@ -67,6 +67,7 @@ LAYERS: list[tuple[str, ...]] = [
     ),
     ("extras.copying", "extras.custom_comm", "extras.levels", "extras.pipelining", "extras.prediction", "extras.tiles"),
     ("extras.gather_hooks", "extras.int8", "extras.kept", "extras.one_block"),
+    ("extras.forward_methods", "extras.groups", "extras.shared_reductions"),
     ("checks",),
     (
         "checks.captured",
@@ -116,7 +117,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("watch",),
     ("comm",),
     ("comm.flat", "comm.gloo"),
-    ("comm.custom", "comm.groups", "comm.wire"),
+    ("comm.custom", "comm.wire"),
     ("comm.base", "comm.scaling"),
     ("specs",),
     ("mesh",),

@@ -1,11 +1,15 @@
-"""Process groups that no mesh has. Layer: comm."""
+"""Process groups that no mesh has, and the setter `set_separate_reduce_scatter_group`. Layer: extras."""
 
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._torch import new_group_of
+from fsdp2.runtime import hooks
+from fsdp2.runtime.root import units_below
+from fsdp2.runtime.unit import unit_for
 
 # Keyed by the default group: groups do not outlive it, and a later one may have other ranks.
 _separate: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str, str], dist.ProcessGroup]]
@@ -42,3 +46,14 @@ def _group(ranks: list[int], backend: str, name: str) -> dist.ProcessGroup:
     if key not in known:
         known[key] = new_group_of(ranks, backend, name)
     return known[key]
+
+
+def _separate_reduce_scatters(module: nn.Module, enable: bool, recurse: bool) -> None:
+    unit = unit_for(module)
+    for each in units_below(module) if recurse else [unit, *unit.followers]:
+        for group in each.groups:
+            shared = group.roles.shard_group
+            group.channel.scatter_group = separate_group(shared) if enable and shared is not None else shared
+
+
+hooks.setters["set_separate_reduce_scatter_group"] = _separate_reduce_scatters

@@ -1,0 +1,21 @@
+"""Reductions in flight that several roots share. Layer: extras."""
+
+from collections.abc import Sequence
+
+from fsdp2.module import FSDPModule
+from fsdp2.runtime.in_flight import InFlight
+from fsdp2.settings import unit_in
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Let several roots share their reductions: the last backward of one of them finishes those of all, and
+    `set_reduce_scatter_max_input_buffers` counts them together. For models that run in parts, such as pipeline stages.
+    Communication streams belong to the device and are always shared. Raises `ArgumentError` for what is not a sharded
+    module."""
+    units = [unit_in("share_comm_ctx", module) for module in modules]
+    shared = InFlight()
+    for unit in units:
+        unit.reductions = shared
+        if unit.step is not None and unit.step.root() is unit:
+            unit.step.reductions.finish_all()
+            unit.step.reductions = shared
