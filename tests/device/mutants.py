@@ -119,8 +119,8 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "release: one unit more is kept",
         MEMORY,
-        "len(self.released) > num_kept(prefetching)",
-        "len(self.released) > num_kept(prefetching) + 1",
+        "len(self.released) > (0 if prefetching else 1)",
+        "len(self.released) > (1 if prefetching else 2)",
         "two units",
     ),
     Mutant(

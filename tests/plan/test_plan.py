@@ -23,9 +23,9 @@ from fsdp2.parallel import ParallelConfig
 from fsdp2.plan import MACHINES, Comparison, Machine, Workload, compare, predict
 from fsdp2.plan.__main__ import main
 from fsdp2.plan.machine import seconds_of
-from fsdp2.runtime import storage
 from fsdp2.watch import watchdog
 from fsdp2.watch.settings import settings
+from tests.helpers.mutants import mutated
 from tests.helpers.ranks import on_ranks, run_on_ranks
 
 # transformers makes a mask where it sees fake tensors, and no mask for real ones.
@@ -97,7 +97,7 @@ def test_a_plan_watches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert predict(of_mlps(), ParallelConfig(), MACHINES["h100"], 64).fits
 
 
-def test_a_change_of_the_runtime_changes_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_the_runtime_changes_the_plan() -> None:
     """One unit more that may wait to be freed is one unit more in the plan."""
     workload, config = of_mlps(), ParallelConfig()
 
@@ -106,9 +106,8 @@ def test_a_change_of_the_runtime_changes_the_plan(monkeypatch: pytest.MonkeyPatc
         return max(sample.nbytes["unsharded units"] for sample in samples)
 
     before = unsharded()
-    monkeypatch.setattr(storage, "num_kept", lambda prefetching: 2)
-    unit = before // 2
-    assert unsharded() == pytest.approx(before + unit, rel=0.01)
+    with mutated("runtime.storage", [("(0 if prefetching else 1)", "2")]):
+        assert unsharded() == pytest.approx(before + before // 2, rel=0.01)
 
 
 class Linears(nn.Module):
