@@ -2,7 +2,7 @@
 Layer: api."""
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 from warnings import warn
@@ -25,13 +25,7 @@ from fsdp2.arguments import (
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
 from fsdp2.mesh import MeshDims, MeshRoles
 from fsdp2.module import FSDPModule, swapped_class
-from fsdp2.policies import (
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    Sharding,
-    UnitSettings,
-    kept_by,
-)
+from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, Sharding, UnitSettings, kept_by
 from fsdp2.runtime import hooks
 from fsdp2.runtime.forward import attach
 from fsdp2.runtime.parameter import ManagedParameter, Plan, managed_by
@@ -41,6 +35,7 @@ from fsdp2.runtime.state_dict import guard_state_dict, owner_of, owners_of
 from fsdp2.runtime.unit import Unit, has_forward, unit_of
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
+Places = dict[nn.Parameter, tuple[str, list[Slot]]]  # parameters, with their first names and all slots
 _FULL_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -143,13 +138,11 @@ def fully_shard(
     offload = to_offload_policy(offload_policy, roles.device)
     wanted = reshard_after_forward if zero is None else zero.reshard_after_forward(reshard_after_forward)
     reshard_to = _check_reshard(wanted, roles)
-    placing = Placing(roles, shard_placement_fn, precision, offload)
-    keeps_on_host = zero is not None and zero.keep_frozen == "host"
-    placing.allows_extensions = (reshard_to is None or isinstance(reshard_to, bool)) and not keeps_on_host
+    placing = Placing(roles, shard_placement_fn, precision, offload, reshard_to, zero)
     apart = [each for _, each in _managed_modules(modules) if any(needs(each) for needs in hooks.needs_own_unit)]
     others = [each for each in modules if each not in apart]
     lists = [*([each] for each in apart), *([others] if others else [])]
-    drafts = [_draft(each, apart, placing, ignored, reshard_to) for each in lists]
+    drafts = [_draft(each, apart, placing, ignored) for each in lists]
     for check in hooks.units_drafted:
         check(drafts)
     for hook in hooks.params_ignored:
@@ -163,35 +156,25 @@ def fully_shard(
 fully_shard.state = unit_of  # type: ignore[attr-defined]  # the unit of a module, or None
 
 
-# --- one unit ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Draft:
     """A unit that has been checked and not been made.
 
     Attributes:
         managed: the modules whose parameters it will manage, with names.
-        places: its parameters, with their first names and all slots.
-        planned, tied: these parameters, divided into its own and those of other units, with name and slots here.
+        planned, tied: those of `places`, divided into its own and those of other units, with name and slots here.
         smaller: by the roles of a parameter: on the mesh to reshard to after forward.
     """
 
     modules: list[nn.Module]
     managed: list[tuple[str, nn.Module]]
-    places: dict[nn.Parameter, tuple[str, list[Slot]]]
-    planned: "deque[tuple[nn.Parameter, Plan]]"
-    tied: "list[tuple[str, list[Slot], ManagedParameter]]"
+    places: Places
+    planned: deque[tuple[nn.Parameter, Plan]]
+    tied: list[tuple[str, list[Slot], ManagedParameter]]
     smaller: dict[MeshRoles, MeshRoles | None]
 
 
-def _draft(
-    modules: list[nn.Module],
-    apart: Collection[nn.Module],
-    placing: Placing,
-    ignored: set[nn.Parameter],
-    reshard_to: bool | int | None,
-) -> Draft:
+def _draft(modules: list[nn.Module], apart: Collection[nn.Module], placing: Placing, ignored: set[Any]) -> Draft:
     managed = list(_managed_modules(modules, apart))
     places = _parameter_slots(managed, ignored)
     _check_order(places)
@@ -210,7 +193,7 @@ def _draft(
         tied.append((fqn, slots, known))
     offloads = placing.offload.of_params([param.nbytes for param, _ in planned])
     plans = deque((param, replace(plan, offload=each)) for (param, plan), each in zip(planned, offloads, strict=True))
-    smaller = {plan.roles: _smaller(plan.roles, reshard_to) for _, plan in planned}
+    smaller = {plan.roles: _smaller(plan.roles, placing.reshard_to) for _, plan in planned}
     for each in modules:
         swapped_class(type(each))  # which may be impossible
     return Draft(modules, managed, places, plans, tied, smaller)
@@ -249,9 +232,6 @@ def _build(draft: Draft, placing: Placing, settings: UnitSettings) -> None:
         hook(unit)
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
 def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     is_list = isinstance(module, (list, tuple))
     modules: list[Any] = list(module) if is_list else [module]  # type: ignore[arg-type]
@@ -274,7 +254,7 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return modules
 
 
-def _check_order(places: Mapping[nn.Parameter, tuple[str, Sequence[Slot]]]) -> None:
+def _check_order(places: Places) -> None:
     """Raise if a parameter already belongs to the unit of a module above this one."""
     for param, (fqn, slots) in places.items():
         for unit in [unit for slot in slots if slot.module is not None for unit in owners_of(slot.module)]:
@@ -328,9 +308,6 @@ def _share(slots: list[Slot], param: ManagedParameter, unit: Unit) -> None:
         unit.borrowed.append(group)
 
 
-# --- what the unit manages --------------------------------------------------------------------------------------------
-
-
 def _managed_modules(
     modules: Sequence[nn.Module], apart: Collection[nn.Module] = ()
 ) -> Iterator[tuple[str, nn.Module]]:
@@ -351,11 +328,8 @@ def _managed_modules(
             stack.extend(reversed(children))
 
 
-def _parameter_slots(
-    managed: Sequence[tuple[str, nn.Module]], ignored: set[nn.Parameter]
-) -> dict[nn.Parameter, tuple[str, list[Slot]]]:
-    """Every parameter once, with its first name and all places that hold it."""
-    slots: dict[nn.Parameter, tuple[str, list[Slot]]] = {}
+def _parameter_slots(managed: Sequence[tuple[str, nn.Module]], ignored: set[nn.Parameter]) -> Places:
+    slots: Places = {}
     for prefix, module in managed:
         for name, param in parameter_slots(module).items():
             if param is not None and param not in ignored:

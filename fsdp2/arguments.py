@@ -97,9 +97,6 @@ def unfit(name: str, expected: str, got: object, hint: str = "") -> ArgumentErro
     return ArgumentError(f"{text}. {hint}" if hint else text)
 
 
-# --- one unit ---------------------------------------------------------------------------------------------------------
-
-
 def roles_for(mesh: DeviceMesh | None, dims: MeshDims | None, zero: Sharding | None) -> MeshRoles:
     """The roles that the arguments of `fully_shard` give to the axes of the mesh; creates the mesh if there is none."""
     mesh = mesh if zero is None else zero.mesh(mesh)
@@ -110,13 +107,14 @@ def roles_for(mesh: DeviceMesh | None, dims: MeshDims | None, zero: Sharding | N
 
 @dataclass
 class Placing:
-    """How the parameters of one unit are placed. `allows_extensions`: they may have hooks for their all-gather."""
+    """How the parameters of one unit are placed."""
 
     roles: MeshRoles
     placement_fn: PlacementFn | None
     policy: MixedPrecisionPolicy
     offload: OffloadPolicy
-    allows_extensions: bool = True
+    reshard_to: bool | int | None = None
+    zero: Sharding | None = None
 
     def plan(self, fqn: str, param: nn.Parameter) -> Plan:
         """The plan for one parameter.
@@ -155,7 +153,8 @@ class Placing:
             return
         if roles.shard_axis is None:
             raise UnsupportedError(f"'{fqn}' has hooks for its all-gather, but nothing is gathered on {roles.mesh}")
-        if not self.allows_extensions:
+        keeps_on_host = self.zero is not None and self.zero.keep_frozen == "host"
+        if keeps_on_host or not (self.reshard_to is None or isinstance(self.reshard_to, bool)):
             raise UnsupportedError(
                 f"'{fqn}' has hooks for its all-gather, which work neither with an int for reshard_after_forward nor "
                 'with keep_frozen="host"; pass a bool'

@@ -12,11 +12,12 @@ import torch.distributed.fsdp
 
 from fsdp2.comm.base import Pending
 from fsdp2.errors import MisuseError, OrderError
+from fsdp2.policies import boolean
 from fsdp2.runtime import hooks
 from fsdp2.runtime.param_group import Phase
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit, unit_for
-from fsdp2.settings import Settings, boolean
+from fsdp2.settings import Settings
 
 _TorchFSDPModule: Any = torch.distributed.fsdp.FSDPModule
 _swapped_classes: dict[type, type] = {}

@@ -54,7 +54,7 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             _check_dtype(name, getattr(self, name))
-        check_bool("MixedPrecisionPolicy: cast_forward_inputs", self.cast_forward_inputs)
+        boolean("MixedPrecisionPolicy: cast_forward_inputs", self.cast_forward_inputs)
         override, wire, summed = self.param_dtype_override_fn, self.reduce_scatter_dtype, self.reduce_dtype
         if override is not None and not callable(override):
             raise _unfit("param_dtype_override_fn", "a function of a parameter or None", repr(override))
@@ -114,7 +114,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        check_bool("CPUOffloadPolicy: pin_memory", self.pin_memory)
+        boolean("CPUOffloadPolicy: pin_memory", self.pin_memory)
 
     @property
     def home(self) -> torch.device | None:
@@ -140,9 +140,11 @@ def _check_dtype(name: str, value: Any) -> None:
     raise _unfit(f"MixedPrecisionPolicy: {name}", "a floating-point dtype or None", f"{value!r}{hint}")
 
 
-def check_bool(name: str, value: Any) -> None:
+def boolean(name: str, value: Any) -> bool:
+    """`value`, which must be a bool."""
     if not isinstance(value, bool):
         raise _unfit(name, "a bool", repr(value))
+    return value
 
 
 class Sharding:

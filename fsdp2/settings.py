@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp2.comm.custom import AllGather, ReduceScatter
 from fsdp2.errors import ArgumentError
-from fsdp2.policies import kept_by
+from fsdp2.policies import boolean, kept_by
 from fsdp2.runtime import hooks
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.root import units_below
@@ -237,13 +237,6 @@ def _takes_mesh(hook: Callable[..., Any]) -> bool:
     except ValueError:  # compiled code may have no signature
         pass
     return True
-
-
-def boolean(name: str, value: Any) -> bool:
-    """`value`, which must be a bool."""
-    if not isinstance(value, bool):
-        raise ArgumentError(f"{name}: expected a bool, got {value!r}")
-    return value
 
 
 def unit_in(call: str, module: Any) -> Unit:

@@ -14,7 +14,7 @@ import torch
 
 from fsdp2.disk import mapped
 from fsdp2.errors import ArgumentError
-from fsdp2.policies import HOST_MEMORY, OffloadPolicy, check_bool
+from fsdp2.policies import HOST_MEMORY, OffloadPolicy, boolean
 from fsdp2.runtime import hooks
 from fsdp2.runtime.source import Around, Group, Source
 from fsdp2.runtime.streams import simulation
@@ -94,9 +94,9 @@ class Offload(OffloadPolicy):
         if self.tier != "cpu":  # files are made later, when the program may have changed its folder
             object.__setattr__(self, "tier", tuple(map(os.path.abspath, tiers)))  # a tuple: policies are hashable
         for name in ("states", "grads", "overlap"):
-            check_bool(f"Offload: {name}", getattr(self, name))
+            boolean(f"Offload: {name}", getattr(self, name))
         if self.params != "files":
-            check_bool("Offload: params", self.params)
+            boolean("Offload: params", self.params)
         elif self.tier == "cpu":
             raise ArgumentError('Offload: params="files" needs a folder: tier="/a/fast/disk"; got tier="cpu"')
         if not self.states or (self.params and not self.grads):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2._torch import real_tensors
 from fsdp2.errors import ArgumentError
 from fsdp2.mesh import MeshRoles, default_mesh
-from fsdp2.policies import Sharding, UnitSettings, check_bool
+from fsdp2.policies import Sharding, UnitSettings, boolean
 from fsdp2.runtime import hooks
 
 _meshes: dict[tuple[dist.ProcessGroup, int], DeviceMesh] = {}
@@ -74,7 +74,7 @@ class ZeroPolicy(Sharding):
             raise ArgumentError(f"ZeroPolicy: expected a stage of 0, 1, 2 or 3, got {self.stage!r}")
         _check_size("shard_size", self.shard_size)
         _check_size("secondary_shard_size", self.secondary_shard_size)
-        check_bool("ZeroPolicy: shard_replicas", self.shard_replicas)
+        boolean("ZeroPolicy: shard_replicas", self.shard_replicas)
         if not isinstance(self.keep_frozen, bool) and self.keep_frozen != "host":
             raise ArgumentError(f"ZeroPolicy: keep_frozen: expected a bool or 'host', got {self.keep_frozen!r}")
         if self.stage != 3 and (self.secondary_shard_size is not None or self.shard_replicas):
