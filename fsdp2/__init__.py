@@ -35,6 +35,7 @@ from fsdp2.extras import gather_hooks as _gather_hooks  # noqa: F401
 from fsdp2.extras import int8 as _int8  # noqa: F401  # adds an `all_gather_dtype`
 from fsdp2.extras import kept as _kept  # noqa: F401
 from fsdp2.extras import levels as _levels  # noqa: F401  # units under transforms of `torch.func`
+from fsdp2.extras import narrow as _narrow  # noqa: F401  # adds two `reduce_scatter_dtype`s
 from fsdp2.extras import one_block as _one_block  # noqa: F401
 from fsdp2.extras import pipelining as _pipelining  # noqa: F401
 from fsdp2.extras import prediction as _prediction  # noqa: F401

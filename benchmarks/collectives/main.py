@@ -26,6 +26,7 @@ from fsdp2.comm.base import Comm, Operand, What
 from fsdp2.comm.flat import FlatComm
 from fsdp2.extras.comm_memory import FlatAllGather, FlatReduceScatter
 from fsdp2.extras.custom_comm import CustomComm
+from fsdp2.extras.narrow import NarrowComm
 
 RESULTS = Path(__file__).parent / "results"
 BASELINE = "backend"
@@ -102,6 +103,8 @@ def scatters(numel: int, device: str, wire: torch.dtype) -> dict[str, Callable[[
     narrow, output = values.to(wire), torch.empty(numel // size, device=device)
     narrow_output = torch.empty_like(output, dtype=wire)
 
+    is_narrow = wire != torch.float32
+
     def backend() -> None:
         reduce_scatter_flat(output, values, dist.ReduceOp.SUM, group).wait()
 
@@ -109,11 +112,10 @@ def scatters(numel: int, device: str, wire: torch.dtype) -> dict[str, Callable[[
         reduce_scatter_flat(narrow_output, narrow, dist.ReduceOp.SUM, group).wait()
 
     def through(comm: Comm) -> Callable[[], None]:
-        what = What("reduce_scatter", "", numel, narrow.nbytes, wire, group, narrow.device)
-        scatter = comm.plan_reduce_scatter([bounds], what, output.dtype, average=False)
-        return lambda: scatter.wait(scatter.start([narrow], [output]))
+        what = What("reduce_scatter", "", numel, values.nbytes, values.dtype, group, values.device)
+        scatter = (NarrowComm(wire, comm) if is_narrow else comm).plan_reduce_scatter([bounds], what, average=False)
+        return lambda: scatter.wait(scatter.start([values], [output]))
 
-    is_narrow = wire != torch.float32
     ours = {name: through(comm) for name, comm in comms(device).items() if not (is_narrow and name == "custom")}
     backend()
     expected = output.clone()

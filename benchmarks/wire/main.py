@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fsdp2
 from benchmarks import common
-from fsdp2.comm.wire import sum_rows
 from fsdp2.extras.int8 import DEFAULT_BLOCK, dequantise, quantise
+from fsdp2.extras.narrow import sum_rows
 
 RESULTS = Path(__file__).parent / "results"
 BASELINE = "fp32"

@@ -10,8 +10,7 @@ collectives with operands of the same sizes in the same order. For two ranks, wi
                      rank 1  [h0 | h1]   ->  [g1 + h1]
 
 A collective is *planned* once, with all that does not change, and started in each step. An all-gather always fills the
-same tensors; a reduction is given others each time. Sources of a reduce-scatter may have a narrower dtype than the
-outputs, in which they are then summed and divided: see `comm.wire`.
+same tensors; a reduction is given others each time.
 """
 
 from abc import ABC, abstractmethod
@@ -158,9 +157,13 @@ class Comm(ABC):
         """Fills every operand from all ranks; the caller fills its own range before each start."""
 
     @abstractmethod
-    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, dtype: torch.dtype, average: bool) -> Collective:
-        """Sums every source, of `what`'s dtype and with these bounds, over the ranks, in `dtype`, and writes this
-        rank's range to its output, which has that; with `average`, divides by the group's size."""
+    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool) -> Collective:
+        """Sums every source, with these bounds, over the ranks, and writes this rank's range to its output; with
+        `average`, divides by the group's size."""
+
+    def sent(self, what: What) -> What:
+        """The reduce-scatter `what` as it travels."""
+        return what
 
     def plan_all_reduce(self, what: What, average: bool) -> Collective:
         """Sums a tensor over the ranks in place; with `average`, divides by the group's size."""

@@ -1,8 +1,7 @@
 """The backend's own collectives, one call for a unit: `FlatComm` for any backend, `NcclComm` for NCCL. Layer: comm.
 
 NCCL's are coalesced: it was run with ranks that share a GPU (`tests/gpu/nccl.py`), where no time means anything. Not
-confirmed: the threshold between the lanes, and that an exchange of narrow rows (`comm.wire`) is faster than a
-reduce-scatter of wide ones.
+confirmed: the threshold between the lanes.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 from fsdp2._torch import GATHER_OPTIONS, collective_of, scatter_options
 from fsdp2.comm.base import Bounds, Collective, Comm, Operand, PlannedGather, PlannedReduction, Tensors, What
-from fsdp2.comm.wire import WideReduceScatter
 
 
 class FlatComm(Comm):
@@ -27,10 +25,8 @@ class FlatComm(Comm):
         call = partial(collective_of(what.group, "all_gather_single"), output, source, GATHER_OPTIONS)
         return PlannedGather(self, operands, call)
 
-    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, dtype: torch.dtype, average: bool) -> Collective:
+    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool) -> Collective:
         divisor = what.group.size() if average else 1
-        if dtype != what.dtype:
-            return PlannedReduction(partial(WideReduceScatter, what.group), divisor)
         options = scatter_options(dist.ReduceOp.AVG if average and self.has_average else dist.ReduceOp.SUM)
         return PlannedReduction(self._scatter(what.group, options), 1 if self.has_average else divisor)
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from fsdp2._torch import foreach_copy
 from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, PlannedGather, PlannedReduction, Tensors, What
-from fsdp2.comm.wire import sum_rows
+
+Add = Callable[[Tensors, torch.Tensor], None]
 
 _WHOLE_BYTES = 64 * 1024  # of an all-reduce: below, the second round of messages costs more than the bytes
 _KEPT_BUFFERS = 4
@@ -109,10 +110,11 @@ def _sizes(bounds: Bounds) -> list[int]:
 
 
 def _start_sum(
-    pool: ScratchPool, what: What, sizes: Sequence[Sequence[int]], in_place: bool, sources: Tensors, outputs: Tensors
+    pool: ScratchPool, what: What, sizes: Sequence[Sequence[int]], add: Add, sources: Tensors, outputs: Tensors
 ) -> Pending:
-    """Start a reduce-scatter, whose rows are summed when all have arrived. `in_place`: the first row is received in the
-    output, which has its dtype, so two ranks need no other memory."""
+    """Start a reduce-scatter, whose rows are summed by `add` when all have arrived. The first row is received in the
+    output if it has its dtype, so two ranks need no other memory."""
+    in_place = sources[0].dtype == outputs[0].dtype
     group, rank, num_ranks = what.group, what.group.rank(), what.group.size()
     if num_ranks == 1:
         foreach_copy(outputs, sources)
@@ -129,13 +131,20 @@ def _start_sum(
         into[rank:rank] = [rows[rank]]
         received.append(into if output.numel() else [output] * num_ranks)
         offset += size
-    return Messages(group, _calls(group, received, sent, what.tag), partial(_sum, pool, buffer, received, outputs))
+    return Messages(group, _calls(group, received, sent, what.tag), partial(_sum, add, pool, buffer, received, outputs))
 
 
-def _sum(pool: ScratchPool, buffer: torch.Tensor, received: Sequence[Tensors], outputs: Tensors) -> None:
+def _add(rows: Tensors, output: torch.Tensor) -> None:
+    """``output = rows[0] + rows[1] + ...``, in this order."""
+    torch.add(rows[0], rows[1], out=output)
+    for row in rows[2:]:
+        output.add_(row)
+
+
+def _sum(add: Add, pool: ScratchPool, buffer: torch.Tensor, received: Sequence[Tensors], outputs: Tensors) -> None:
     for rows, output in zip(received, outputs, strict=True):
         if output.numel():
-            sum_rows(rows, output)
+            add(rows, output)
     pool.give_back(buffer)
 
 
@@ -151,21 +160,20 @@ def _reduce_whole(pool: ScratchPool, what: What, sources: Tensors, outputs: Tens
     else:
         rows[rank].copy_(flat)  # the sum of the first two ranks is written over `flat` before it is added
     calls = _calls(group, [rows], [[flat] * size], what.tag)
-    return Messages(group, calls, partial(_sum, pool, buffer, [rows], [flat]))
+    return Messages(group, calls, partial(_sum, _add, pool, buffer, [rows], [flat]))
 
 
 class ReducedThenGathered:
     """An all-reduce in flight as a reduce-scatter, after which each rank's part of the sum is gathered."""
 
     def __init__(self, comm: "GlooComm", what: What, sources: Tensors, outputs: Tensors):
-        assert what.dtype is not None
         size, flat = what.group.size(), sources[0].view(-1)
         part = -(-what.numel // size)
         whole = Operand(flat, [min(rank * part, what.numel) for rank in range(size + 1)])
         self.row = whole.row(what.group.rank())
         self.sum = torch.empty_like(self.row)
         self.gather = comm.plan_all_gather([whole], replace(what, kind="all_reduce, then"))  # with a tag of its own
-        self.scatter = comm.plan_reduce_scatter([whole.bounds], what, what.dtype, False)
+        self.scatter = comm.plan_reduce_scatter([whole.bounds], what, False)
         self.scattering = self.scatter.start([flat], [self.sum])
 
     def wait(self) -> None:
@@ -189,9 +197,12 @@ class GlooComm(Comm):
         mine = [[each[what.group.rank()]] * len(each) for each in rows]
         return PlannedGather(self, operands, partial(Messages, what.group, _calls(what.group, rows, mine, what.tag)))
 
-    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, dtype: torch.dtype, average: bool) -> Collective:
-        call = partial(_start_sum, self.pool, what, list(map(_sizes, bounds)), dtype == what.dtype)
-        return PlannedReduction(call, what.group.size() if average else 1)
+    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool) -> Collective:
+        return PlannedReduction(self.sum_of(bounds, what, _add), what.group.size() if average else 1)
+
+    def sum_of(self, bounds: list[Bounds], what: What, add: Add) -> Callable[[Tensors, Tensors], Pending]:
+        """What starts a reduce-scatter with these bounds; `add` sums rows into an output."""
+        return partial(_start_sum, self.pool, what, list(map(_sizes, bounds)), add)
 
     def plan_all_reduce(self, what: What, average: bool) -> Collective:
         """In messages too, so that they say what they are: gloo's own all-reduce adds whatever the other ranks reduce

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, PlannedGather, PlannedReduction, Tensors, What
 from fsdp2.comm.custom import AllGather, ReduceScatter
-from fsdp2.errors import ArgumentError, UnsupportedError
+from fsdp2.errors import ArgumentError
+from fsdp2.layout import Lane, ShardLayout
 from fsdp2.runtime import hooks
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.unit import unit_for
@@ -79,21 +80,23 @@ class CustomComm(Comm):
     def scatter_direct_min_bytes(self) -> int | None:
         return self.base.scatter_direct_min_bytes if self.custom_reduce_scatter is None else None
 
+    def scatter_lane(self, layout: ShardLayout, itemsize: int) -> Lane:
+        if self.custom_reduce_scatter is None:
+            return self.base.scatter_lane(layout, itemsize)
+        return super().scatter_lane(layout, itemsize)
+
+    def sent(self, what: What) -> What:
+        return self.base.sent(what) if self.custom_reduce_scatter is None else what
+
     def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
         if self.custom_all_gather is None:
             return self.base.plan_all_gather(operands, what)
         call = partial(_gather, self.custom_all_gather, operands, what.group)
         return PlannedGather(self, operands, call)
 
-    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, dtype: torch.dtype, average: bool) -> Collective:
-        """Raises `UnsupportedError` if source and output have different dtypes."""
+    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool) -> Collective:
         if self.custom_reduce_scatter is None:
-            return self.base.plan_reduce_scatter(bounds, what, dtype, average)
-        if dtype != what.dtype:
-            raise UnsupportedError(
-                f"a custom reduce-scatter sums in the dtype that travels; got {what.dtype} rows for a sum in {dtype}. "
-                "Leave the dtype on the wire unset, or do not set a custom reduce-scatter."
-            )
+            return self.base.plan_reduce_scatter(bounds, what, average)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return PlannedReduction(partial(_scatter, self.custom_reduce_scatter, op, what.group), 1)
 
@@ -136,7 +139,7 @@ def customised_by_user(group: ParamGroup) -> bool:
 def customise(group: ParamGroup, by_user: Pair = (None, None), in_memory: Pair | None = None) -> None:
     """Let the group use the user's collectives, None of which leaves one unchanged; and where the user has set none,
     those `in_memory`."""
-    old = group.channel.comm if isinstance(group.channel.comm, CustomComm) else CustomComm(group.channel.base)
+    old = group.channel.comm if isinstance(group.channel.comm, CustomComm) else CustomComm(group.channel.comm)
     by_user = (by_user[0] or old.by_user[0], by_user[1] or old.by_user[1])
     in_memory = old.in_memory if in_memory is None else in_memory
     new = CustomComm(old.base, by_user[0] or in_memory[0], by_user[1] or in_memory[1])

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from fsdp2.comm import comm_for
 from fsdp2.comm.base import Comm, What
 from fsdp2.mesh import Axis, MeshRoles
+from fsdp2.runtime import hooks
 
 
 class Channel:
@@ -19,11 +20,13 @@ class Channel:
         scatter_group: the process group of the shard axis that reduce-scatters use; None without a shard axis.
     """
 
-    def __init__(self, roles: MeshRoles):
+    def __init__(self, roles: MeshRoles, wire: torch.dtype | None):
         self.fqn = ""
         self.roles = roles
         self.base: Comm = comm_for(roles.any_group, roles.device)
         self.comm = self.base
+        if wire is not None:
+            self.comm = hooks.implementation(hooks.scatter_dtypes, wire, "reduce_scatter_dtype")(self.base)
         self.scatter_group: dist.ProcessGroup | None = roles.shard_group
 
     def comm_over(self, axis: Axis) -> Comm:

@@ -49,6 +49,8 @@ keep_values: list[Callable[[Any], Callable[[], bool] | None]] = []
 gather_dtypes: dict[Any, str] = {}
 # Called with an FQN and a local tensor: the object whose hooks change its all-gather, or None.
 gather_hooks: list[Callable[[str, Any], Any]] = []
+# By the `reduce_scatter_dtype` of `MixedPrecisionPolicy`: puts another `Comm` around that of the backend.
+scatter_dtypes: dict[Any, Callable[[Any], Any]] = {}
 
 
 def implementation(table: Mapping[Any, Any], key: Any, name: str) -> Any:

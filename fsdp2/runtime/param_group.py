@@ -68,7 +68,7 @@ class ParamGroup:
         self, params: Sequence[ManagedParameter], on_ready: Callable[[], None], on_unannounced: Callable[[], None]
     ):
         self.roles = params[0].roles
-        self.channel = Channel(self.roles)
+        self.channel = Channel(self.roles, params[0].plan.policy.reduce_scatter_dtype)
         self.params = _in_memory_order(params, self.channel)
         for place in hooks.shards_made:
             place(self.params)

@@ -99,11 +99,8 @@ class ReductionPlan:
     ):
         self.channel = channel
         self.dtype: torch.dtype = reduce(torch.promote_types, [params[index].reduce_dtype for index in members])
-        wanted = params[members[0]].plan.policy.reduce_scatter_dtype
-        is_narrower = wanted is not None and self.dtype.is_floating_point and wanted.itemsize < self.dtype.itemsize
-        self.wire_dtype = wanted if wanted is not None and is_narrower else self.dtype
-        itemsize, comm = self.wire_dtype.itemsize, channel.comm
-        lanes = {index: comm.scatter_lane(params[index].layout, itemsize) for index in members if has_grad[index]}
+        itemsize, lane_of = self.dtype.itemsize, channel.comm.scatter_lane
+        lanes = {index: lane_of(params[index].layout, itemsize) for index in members if has_grad[index]}
         packed = [index for index, lane in lanes.items() if lane is Lane.PACKED]
         direct = [index for index, lane in lanes.items() if lane is not Lane.PACKED]
         self.indices = [*packed, *direct, *(index for index in members if index not in lanes)]
@@ -124,21 +121,19 @@ class ReductionPlan:
         return self.collectives.setdefault((group, average, fqn), self._planned(group, average))
 
     def _planned(self, group: dist.ProcessGroup, average: bool) -> Collective:
-        channel, numel = self.channel, sum(self.sizes)
-        if group is channel.roles.replicate_group:
-            comm, packing, dtype, bounds = channel.base, self.inner, self.dtype, []
-            if packing is None:
-                what = channel.what("all_reduce", group, numel, numel * dtype.itemsize, dtype)
-                return Reported(comm.plan_all_reduce(what, average), what)
-            numel = packing.segment
-        else:
-            comm, packing, dtype = channel.comm, self.packing, self.wire_dtype
-            bounds = [self.params[index].layout.flat_bounds for index, _ in self.direct]
-            numel = sum(self.sizes[: self.num_grads])
-        what = channel.what("reduce_scatter", group, numel, numel * dtype.itemsize, dtype)
+        comm, sizes = self.channel.comm, self.sizes[: self.num_grads]
+        packing: Packing | None = self.packing
+        bounds = [self.params[index].layout.flat_bounds for index, _ in self.direct]
+        kind = "reduce_scatter"
+        if group is self.channel.roles.replicate_group:
+            comm, packing, sizes, bounds = self.channel.base, self.inner, self.sizes, []
+            kind, sizes = ("all_reduce", sizes) if packing is None else (kind, [packing.segment])
+        what = self.channel.what(kind, group, sum(sizes), sum(sizes) * self.dtype.itemsize, self.dtype)
+        if packing is None:
+            return Reported(comm.plan_all_reduce(what, average), what)
         if packing.segment:
             bounds.append(range(0, group.size() * packing.segment + 1, packing.segment))
-        return Reported(comm.plan_reduce_scatter(bounds, what, self.dtype, average), what)
+        return Reported(comm.plan_reduce_scatter(bounds, what, average), comm.sent(what))
 
 
 class Reduction:
@@ -205,7 +200,7 @@ class Reduction:
         with streams.reducing():
             # Gradients are allocated on the compute stream and read here. Outputs are allocated here and become the
             # sharded gradients; the next reduction starts after the compute stream's use of them. `kept` holds what
-            # is sent, and what other streams read, until the compute stream has waited.
+            # other streams read until the compute stream has waited.
             if ready is not None:
                 streams.wait(ready)
             kept = [] if is_lazy else [*grads]
@@ -265,8 +260,6 @@ class Reduction:
             foreach_copy(flat.split(plan.sizes)[:num_grads], [grad.view(-1) for grad in grads])
         if plan.channel.roles.shard_size == 1 or not numel:
             return flat, None
-        if plan.wire_dtype != plan.dtype:
-            grads = [grad.to(plan.wire_dtype) for grad in grads]
         sources, outputs = [], []
         pieces = flat.split(plan.sizes) if plan.direct else ()
         for index, local_numel in plan.direct:
@@ -277,7 +270,8 @@ class Reduction:
         if plan.packing.segment:
             sources.append(plan.packing.pack(grads[: plan.packing.num_tensors]).view(-1))
             outputs.append(flat[: plan.packing.segment])
-        kept += sources if self._streams.lazy else [*grads, *sources]
+        if not self._streams.lazy:
+            kept += [*grads, *sources]
         assert plan.channel.scatter_group is not None
         key = plan.channel.scatter_group, average, self.fqn
         collective = plan.collectives.get(key) or plan.planned(*key)

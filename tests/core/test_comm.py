@@ -12,6 +12,7 @@ from fsdp2.comm.base import Comm, Operand
 from fsdp2.comm.flat import FlatComm, NcclComm
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.extras.groups import separate_group
+from fsdp2.extras.narrow import NarrowComm
 from fsdp2.mesh import roles_of
 from tests.helpers.collectives import Scatter, all_gather, all_reduce, reduce_scatter
 from tests.helpers.ranks import on_ranks
@@ -115,12 +116,14 @@ def narrow_scatters(
     rank: int, world_size: int, dtypes: tuple[torch.dtype, torch.dtype], sizes: list[list[int]]
 ) -> tuple[list[Scatter], list[list[torch.Tensor]]]:
     """Scatters of random rows, and what each rank has for this rank's range, in rank order."""
-    narrow, wide = dtypes
+    narrow, wide = dtypes  # of what travels, of sources and outputs
     scatters, rows = [], []
     for index, each in enumerate(sizes):
         generator = torch.Generator().manual_seed(index)
         everyone = [torch.randn(sum(each), generator=generator).to(narrow) for _ in range(world_size)]
-        scatters.append(Scatter(Operand(everyone[rank], bounds_of(each)), torch.full((each[rank],), -1, dtype=wide)))
+        scatters.append(
+            Scatter(Operand(everyone[rank].to(wide), bounds_of(each)), torch.full((each[rank],), -1, dtype=wide))
+        )
         rows.append([Operand(whole, bounds_of(each)).row(rank) for whole in everyone])
     return scatters, rows
 
@@ -134,7 +137,7 @@ def check_narrow(
     for average in (False, True):
         scatters, rows = narrow_scatters(rank, world_size, dtypes, sizes)
         before = [scatter.source.full.clone() for scatter in scatters]
-        reduce_scatter(comm, scatters, group, average)()
+        reduce_scatter(NarrowComm(dtypes[0], comm), scatters, group, average)()
         for scatter, source, each in zip(scatters, before, rows, strict=True):
             want, exact = each[0].to(dtypes[1]), each[0].double()
             for row in each[1:]:
@@ -173,7 +176,7 @@ def test_narrow_rows_lose_little(rank: int, world_size: int, name: str) -> None:
     for wide in (torch.bfloat16, torch.float32):
         scatters, rows = narrow_scatters(rank, world_size, (torch.bfloat16, wide), [[5000] * world_size])
         # NCCL's own reduce-scatter does not run here; any in bf16 will do for comparison.
-        comm = GlooComm() if wide == torch.bfloat16 else NARROW[name]()
+        comm = GlooComm() if wide == torch.bfloat16 else NarrowComm(torch.bfloat16, NARROW[name]())
         reduce_scatter(comm, scatters, group, True)()
         exact = torch.stack(rows[0]).double().mean(0)
         errors[wide] = (scatters[0].output.double() - exact).abs().mean()
@@ -187,7 +190,7 @@ def test_all_bytes_travel_narrow(rank: int, world_size: int) -> None:
     assert group is not None
     comm = GlooComm()
     scatters, _ = narrow_scatters(rank, world_size, (torch.bfloat16, torch.float32), [[1000] * 2])
-    reduce_scatter(comm, scatters, group, False)()
+    reduce_scatter(NarrowComm(torch.bfloat16, comm), scatters, group, False)()
     assert [buffer.nbytes for buffer in comm.pool.free] == [2000]
 
 

@@ -194,15 +194,6 @@ def test_a_wrong_allocation_is_named(wrong: Any, named: str) -> None:
         raised.match(named)
 
 
-def test_narrow_rows_and_a_custom_reduce_scatter_exclude_each_other() -> None:
-    """The sum in fp32 is ours; a user's collective sums as it likes."""
-    with fake_world(0, 2):
-        comm = CustomComm(FlatComm(), reduce_scatter=Scatters())
-        scatter = Scatter(Operand(torch.ones(4).bfloat16(), [0, 2, 4]), torch.empty(2))
-        with pytest.raises(UnsupportedError, match=r"bfloat16 rows for a sum in torch\.float32"):
-            reduce_scatter(comm, [scatter], world(), True)
-
-
 # --- the backend's own memory -----------------------------------------------------------------------------------------
 
 

@@ -132,7 +132,7 @@ MORE: tuple[Mutant, ...] = (
     ),
     Mutant(
         "wire: rows are summed before the wait",
-        "comm.wire",
+        "extras.narrow",
         "        for work in self.works:\n            if work is not None:\n                work.wait()\n",
         "",
         "wire_over_nccl",

@@ -31,7 +31,7 @@ def reduce_scatter(
     outputs = [each.output for each in scatters]
     what = what_of("reduce_scatter", sources, group)
     bounds = [each.source.bounds for each in scatters]
-    return started(comm.plan_reduce_scatter(bounds, what, outputs[0].dtype, average), sources, outputs)
+    return started(comm.plan_reduce_scatter(bounds, what, average), sources, outputs)
 
 
 def all_reduce(

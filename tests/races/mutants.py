@@ -188,8 +188,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reduction: gradients are not kept",
         REDUCTION,
-        "else [*grads, *sources]",
-        "else sources",
+        "kept += [*grads, *sources]",
+        "kept += sources",
         "plain",
         harmless="`_steps` keeps those of the compute stream; others belong to the reduce stream",
     ),
@@ -203,8 +203,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reduction: what is sent is not kept",
         REDUCTION,
-        "kept += sources if self._streams.lazy else [*grads, *sources]",
-        "kept += [] if self._streams.lazy else grads",
+        "kept += [*grads, *sources]",
+        "kept += grads",
         "wire_over_nccl",
         harmless=WORK_HOLDS,
     ),
@@ -340,7 +340,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "comm: results are completed before the wait",
-        "comm.wire",
+        "extras.narrow",
         "        for work in self.works:\n            if work is not None:\n                work.wait()\n",
         "",
         "wire_over_nccl",
