@@ -1,14 +1,19 @@
-"""`ParamGroup`: the parameters of a unit that share a mesh; gathered and reduced together. Layer: runtime.
+"""`ParamGroup`: the memory and the phase of the parameters of a unit that share a mesh. Layer: runtime.
 
-::
+For a weight (6, 4) and a bias (6,) on 2 ranks, with the numbers of elements::
+
+    at rest      rank 0: | 12 |  | 3 |       rank 1: | 12 |  | 3 |       own rows: `ManagedParameter.flat`
+    gathering    | 12 of 24     | 3 of 6     |                           own rows are copied in (`Gather`)
+    unsharded    | weight: 24   | bias: 6    |                           one storage (`Shards`), freed at reshard
+    gradients    | 24 |  | 6 |       ->      | 12 | 3 |                  `Gradients`, `Reduction`
+
+The phase is kept only here; a parameter's form follows from it::
 
                  unshard             wait_for_unshard
     SHARDED          ----> GATHERING -----------------> UNSHARDED
     SMALLER, INNER   ---->
     SHARDED          <------------- reshard ----------- UNSHARDED, SMALLER, INNER
     SMALLER, INNER   <------------- reshard(to=...) --- UNSHARDED
-
-The phase is kept only here; a parameter's form follows from it.
 """
 
 from collections.abc import Callable, Sequence
@@ -112,8 +117,8 @@ class ParamGroup:
                     wait(True)
                 if memory.released:
                     memory.make_room(None if source is None else source.base, prefetching)
-                source = self.smaller if self.phase is Phase.SMALLER else source
-                finish = (source or self._choose_source()).start(self)
+                chosen = self.smaller if self.phase is Phase.SMALLER else source
+                finish = (chosen or self._choose_source()).start(self)
                 if not streams.lazy:
                     finish()
                     finish = partial(streams.wait, streams.record())

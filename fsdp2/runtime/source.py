@@ -216,7 +216,7 @@ class ReplicaShards(Shards):
         self._inner.free()
 
 
-class Smaller(Source):
+class Smaller:
     """Copies of this rank's rows on the smaller mesh, between forward and backward.
 
     Attributes:
@@ -235,6 +235,7 @@ class Smaller(Source):
         return [param.resharded for param in group.params]
 
     def start(self, group: Group) -> Callable[[], None]:
+        """As `Source.start`."""
         if self.gather is None:
             self.gather = _plan(group, self.roles.shard)
         return self.gather.start(self._copies, False, group.source.base)

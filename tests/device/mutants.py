@@ -23,7 +23,7 @@ from tests.device.ranks import SEEDS
 from tests.device.scenarios import SCENARIOS
 from tests.device.training import ON_FOUR, differs, expected_of
 from tests.helpers.ranks import RanksFailed, close_pools, run_on_ranks
-from tests.races.mutants import CONTEXT, MEMORY, MUTANTS, Mutant
+from tests.races.mutants import MEMORY, MUTANTS, STEP, Mutant
 
 __all__ = ["MUTANTS_HERE", "found", "harmless"]
 
@@ -125,7 +125,7 @@ MORE: tuple[Mutant, ...] = (
     ),
     Mutant(
         "release: memory stays after a forward",
-        CONTEXT,
+        STEP,
         "        self.memory.free_all()  # the next",
         "        pass  # the next",
         "two units",
@@ -147,7 +147,7 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "checkpoint: values are read before the step has come",
         "checkpoint.saving",
-        "        _wait_for({entry.local.device for own in entries.values() for entry in own.values()})\n",
+        "        _wait_for({entry.local.device for entry in every})\n",
         "        pass\n",
         "saved",
     ),

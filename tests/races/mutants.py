@@ -11,9 +11,7 @@ from tests.races.mutants_of_offload import OF_OFFLOAD
 __all__ = ["MUTANTS", "Mutant"]
 
 
-PARAM_GROUP, REDUCTION, CONTEXT, MEMORY = (
-    f"runtime.{name}" for name in ("param_group", "reduction", "context", "storage")
-)
+PARAM_GROUP, REDUCTION, STEP, MEMORY = (f"runtime.{name}" for name in ("param_group", "reduction", "step", "storage"))
 SAME_STREAM = "all that is done with it is in the order of one stream"
 WORK_HOLDS = "the work handle holds it until the stream has waited"
 
@@ -136,28 +134,28 @@ MUTANTS: tuple[Mutant, ...] = (
     # --- what the optimizer changes ---
     Mutant(
         "forward: gathers do not wait for the optimizer",
-        CONTEXT,
+        STEP,
         "        self.follow_compute(self.post_optim_event)\n",
         "",
         "plain",
     ),
     Mutant(
         "forward: the wait is on the compute stream",
-        CONTEXT,
-        "        with self.streams.gathering():\n            self.streams.wait(event)",
-        "        self.streams.wait(event)",
+        STEP,
+        "        with streams.gathering():\n            streams.wait(event)",
+        "        streams.wait(event)",
         "plain",
     ),
     Mutant(
         "forward: the optimizer's event is ignored",
-        CONTEXT,
-        "event = event or self.streams.record()",
-        "event = self.streams.record()",
+        STEP,
+        "event = event or streams.record()",
+        "event = streams.record()",
         "optimized_aside",
     ),
     Mutant(
         "forward: the optimizer's event counts for ever",
-        CONTEXT,
+        STEP,
         "        self.post_optim_event = None\n\n    def follow",
         "\n    def follow",
         "optimized_aside",
@@ -258,7 +256,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("offload: the host does not wait", REDUCTION, "done.synchronize()", "pass", "offload"),
     Mutant(
         "offload: the host does not wait after a forward without gradients",
-        CONTEXT,
+        STEP,
         "copied.synchronize()",
         "pass",
         "offload",
