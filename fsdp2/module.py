@@ -14,7 +14,7 @@ from fsdp2.comm.base import Pending
 from fsdp2.errors import MisuseError, OrderError
 from fsdp2.policies import boolean
 from fsdp2.runtime import hooks
-from fsdp2.runtime.param_group import Phase
+from fsdp2.runtime.bucket import Phase
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit, unit_for
 from fsdp2.settings import Settings

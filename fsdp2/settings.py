@@ -17,7 +17,7 @@ from fsdp2.comm.custom import AllGather, ReduceScatter
 from fsdp2.errors import ArgumentError
 from fsdp2.policies import boolean, kept_by
 from fsdp2.runtime import hooks
-from fsdp2.runtime.param_group import ParamGroup
+from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit, unit_for, unit_of
 
@@ -220,7 +220,7 @@ def change_settings(module: Any, recurse: bool, **changes: Any) -> None:
         unit.settings = replace(unit.settings, **changes)
 
 
-def groups_of(module: object) -> list[ParamGroup]:
+def groups_of(module: object) -> list[Bucket]:
     """Those of the unit, and of its followers."""
     return [group for unit in _units(module, recurse=False) for group in unit.groups]
 

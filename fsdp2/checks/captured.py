@@ -6,7 +6,7 @@ from fsdp2._torch import outside_transforms
 from fsdp2._torch.checks import captures
 from fsdp2.errors import OrderError
 from fsdp2.extras.finalization import is_manual
-from fsdp2.runtime.param_group import ParamGroup
+from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.step import Step
 from fsdp2.runtime.unit import Unit
 
@@ -34,7 +34,7 @@ def _check(unit: Unit) -> None:
             )
 
 
-def _find(group: ParamGroup) -> str | None:
+def _find(group: Bucket) -> str | None:
     """The FQN of such a parameter. The nodes are not kept: torch would go on with their stream when the program uses
     another one."""
     pairs = zip(group.params, group.gradients.unsharded, strict=bool(group.gradients.unsharded))

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from fsdp2._torch import is_fake, local_tensor
 from fsdp2.errors import ArgumentError
 from fsdp2.mesh import MeshRoles
+from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.extension import is_wrapper
-from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.step import Step
 from fsdp2.watch.exchange import Exchange, at_once
@@ -43,7 +43,7 @@ class _Replicated:
     """Groups on one mesh that has replicas."""
 
     roles: MeshRoles
-    groups: list[ParamGroup]
+    groups: list[Bucket]
 
     def find_differences(self) -> str:
         """A description of the differences; "" if there are none. Collective over the mesh, with the same result on all
@@ -64,7 +64,7 @@ class _Replicated:
         dist.all_gather_object(all_lines, lines, group=shard_group)
         return "; ".join(dict.fromkeys(line for lines in all_lines for line in lines))
 
-    def _describe(self, groups: Sequence[ParamGroup]) -> list[str]:
+    def _describe(self, groups: Sequence[Bucket]) -> list[str]:
         """Which parameters differ between this rank's replicas, and on which ranks."""
         if not groups:
             return []
@@ -85,7 +85,7 @@ def check_root(step: Step) -> None:
     warn_of_different_models(groups)
 
 
-def check_replicas(groups: Sequence[ParamGroup]) -> None:
+def check_replicas(groups: Sequence[Bucket]) -> None:
     """Compare the sharded parameters of `groups` over their replicate axes. Collective over their meshes.
 
     Raises:
@@ -121,7 +121,7 @@ def note_sample(param: ManagedParameter, data: torch.Tensor) -> None:
         _samples[param] = sample, sample_of(param.flat[: param.geometry.local_numel])
 
 
-def warn_of_different_models(groups: Sequence[ParamGroup]) -> None:
+def warn_of_different_models(groups: Sequence[Bucket]) -> None:
     """Warn if another rank of a shard axis has sharded other values. Parameters whose shard has changed since (they
     were initialised again, or loaded) are left out."""
     if (dog := watchdog()) is None:

@@ -15,8 +15,8 @@ from torch import nn
 from fsdp2._torch import local_tensor, make_parameter
 from fsdp2.module import FSDPModule, original_class
 from fsdp2.runtime import hooks
+from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.extension import is_wrapper
-from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import Slot
 from fsdp2.runtime.state_dict import guard_state_dict, owner_of
@@ -62,7 +62,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copied
 
 
-def _lent(unit: Unit, memo: dict[int, Any]) -> list[ParamGroup]:
+def _lent(unit: Unit, memo: dict[int, Any]) -> list[Bucket]:
     """The groups that `unit` borrows and whose owner is also copied."""
     owners = [(group, owner_of(group.params[0])[0]) for group in unit.borrowed]
     return [group for group, owner in owners if any(id(module) in memo for module in owner.modules)]

@@ -18,7 +18,7 @@ from fsdp2.comm.custom import AllGather, ReduceScatter
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import Lane, ShardLayout
 from fsdp2.runtime import hooks
-from fsdp2.runtime.param_group import ParamGroup
+from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.unit import unit_for
 from fsdp2.settings import groups_of
 
@@ -131,12 +131,12 @@ def _scatter(scatter: ReduceScatter, op: Any, group: dist.ProcessGroup, sources:
     return CopyOut(works, copies, kept)
 
 
-def customised_by_user(group: ParamGroup) -> bool:
+def customised_by_user(group: Bucket) -> bool:
     """Whether the user has set custom collectives for this group."""
     return isinstance(group.channel.comm, CustomComm) and group.channel.comm.by_user != (None, None)
 
 
-def customise(group: ParamGroup, by_user: Pair = (None, None), in_memory: Pair | None = None) -> None:
+def customise(group: Bucket, by_user: Pair = (None, None), in_memory: Pair | None = None) -> None:
     """Let the group use the user's collectives, None of which leaves one unchanged; and where the user has set none,
     those `in_memory`."""
     old = group.channel.comm if isinstance(group.channel.comm, CustomComm) else CustomComm(group.channel.comm)
@@ -163,7 +163,7 @@ def _set_reduce_scatter(module: object, comm: ReduceScatter) -> None:
         customise(group, by_user=(None, comm))
 
 
-def _groups_of_one_mesh(module: object, call: str) -> list[ParamGroup]:
+def _groups_of_one_mesh(module: object, call: str) -> list[Bucket]:
     """The unit's groups that have something to gather, which must be on one mesh."""
     groups = groups_of(module)
     meshes = {group.roles.mesh for group in groups}

@@ -25,8 +25,8 @@ import torch
 from fsdp2.errors import MisuseError
 from fsdp2.layout import ShardLayout
 from fsdp2.runtime import hooks
+from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.gather import Gather
-from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.source import Shards, on_device
 from fsdp2.runtime.storage import FlatStorage
@@ -49,7 +49,7 @@ class Extension(Protocol):
 class HookedShards(Shards):
     """Shards of which some have hooks: these lie in memory of their own, which `post` may have chosen."""
 
-    def __init__(self, group: ParamGroup):
+    def __init__(self, group: Bucket):
         with torch.inference_mode(False), torch.no_grad():
             self._hooked: dict[ManagedParameter, _Hooked] = {}
             super().__init__(group)
@@ -65,7 +65,7 @@ class HookedShards(Shards):
         for each in self._hooked.values():
             each.free()
 
-    def start(self, group: ParamGroup) -> Callable[[], None]:
+    def start(self, group: Bucket) -> Callable[[], None]:
         self.alloc()
         for each in self._hooked.values():
             each.alloc_raw()
@@ -75,7 +75,7 @@ class HookedShards(Shards):
             sent += [flat] if hooked is None else [each.view(-1) for each in hooked.sources()]
         return partial(self._finish, group, (self.gather or self._plan(group)).start(sent, False, self))
 
-    def _plan(self, group: ParamGroup) -> Gather:
+    def _plan(self, group: Bucket) -> Gather:
         layouts, fulls = [], []
         for param in group.params:
             hooked = self._hooked.get(param)
@@ -91,7 +91,7 @@ class HookedShards(Shards):
             self.gather = Gather(layouts, fulls, group.roles.shard, group.channel)
         return self.gather
 
-    def _finish(self, group: ParamGroup, finish_gather: Callable[[], None]) -> None:
+    def _finish(self, group: Bucket, finish_gather: Callable[[], None]) -> None:
         finish_gather()
         with torch.inference_mode(False), torch.no_grad():
             for each in self._hooked.values():
@@ -224,7 +224,7 @@ def _releases_outputs(fqn: str, extension: Any) -> bool:
     return answer
 
 
-def _source_of(group: ParamGroup) -> HookedShards | None:
+def _source_of(group: Bucket) -> HookedShards | None:
     return HookedShards(group) if any(param.extension is not None for param in group.params) else None
 
 

@@ -24,9 +24,9 @@ from fsdp2._torch import foreach_copy
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import ShardLayout
 from fsdp2.runtime import hooks
+from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.packing import interleave
-from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.source import Shards
 from fsdp2.runtime.storage import FlatStorage
@@ -107,7 +107,7 @@ class Int8Shards(Shards):
     Each parameter's padded shard begins a block, and its last block is filled with zeros.
     """
 
-    def __init__(self, group: ParamGroup):
+    def __init__(self, group: Bucket):
         super().__init__(group)
         blocks = [-(-param.layout.padded_numel // DEFAULT_BLOCK) for param in group.params]
         self._first = [0, *accumulate(blocks)]  # the block at which each shard begins; the number of blocks
@@ -119,7 +119,7 @@ class Int8Shards(Shards):
             self._scales = self._raw.view(self._ints.nbytes, (size, count), torch.float32)
             self._raw.free()
 
-    def _plan(self, group: ParamGroup) -> Gather:
+    def _plan(self, group: Bucket) -> Gather:
         with torch.inference_mode(False), torch.no_grad():
             self._raw.alloc()
             fulls = [self._ints.view(-1), self._scales.view(-1)]
@@ -127,7 +127,7 @@ class Int8Shards(Shards):
             self.gather = Gather(layouts, fulls, group.roles.shard, group.channel)
         return self.gather
 
-    def start(self, group: ParamGroup) -> Callable[[], None]:
+    def start(self, group: Bucket) -> Callable[[], None]:
         values = torch.zeros(self._first[-1] * DEFAULT_BLOCK, device=group.roles.device)
         for param, block in zip(group.params, self._first, strict=False):
             first = block * DEFAULT_BLOCK
@@ -154,7 +154,7 @@ class Int8Shards(Shards):
         self._raw.free()
 
 
-def _source_of(group: ParamGroup) -> Int8Shards | None:
+def _source_of(group: Bucket) -> Int8Shards | None:
     return Int8Shards(group) if group.params[0].plan.gather_dtype is torch.int8 else None
 
 

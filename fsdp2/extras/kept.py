@@ -17,8 +17,8 @@ from fsdp2._torch import is_fake
 from fsdp2.comm.base import all_reduce
 from fsdp2.policies import HOST_MEMORY
 from fsdp2.runtime import hooks
+from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.changes import own_rows
-from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.source import Around
 from fsdp2.runtime.storage import ReleasedMemory
@@ -29,14 +29,14 @@ class SameAddress(Around):
 
     follows_compute = True
 
-    def release(self, group: ParamGroup, memory: ReleasedMemory) -> None:
+    def release(self, group: Bucket, memory: ReleasedMemory) -> None:
         pass
 
 
 class Frozen(Around):
     """Keeps memory and values while no parameter of the group requires a gradient."""
 
-    def release(self, group: ParamGroup, memory: ReleasedMemory) -> None:
+    def release(self, group: Bucket, memory: ReleasedMemory) -> None:
         if group.gradients.has_trainable:
             self.inner.release(group, memory)
         else:
@@ -50,14 +50,14 @@ class OnHost(Around):
 
     copy: "HostCopy | None" = None
 
-    def start(self, group: ParamGroup) -> Callable[[], None]:
+    def start(self, group: Bucket) -> Callable[[], None]:
         if self.copy is not None and self.copy.versions == group.seen.now() and _is_frozen(group):
             self.base.alloc()
             return partial(self.copy.copy_to, group.params)
         self.copy = None
         return self.inner.start(group)
 
-    def release(self, group: ParamGroup, memory: ReleasedMemory) -> None:
+    def release(self, group: Bucket, memory: ReleasedMemory) -> None:
         if self.copy is None and _is_frozen(group):
             with torch.no_grad(), memory.streams.gathering():
                 self.copy = HostCopy(group.params, group.seen.versions)
@@ -67,7 +67,7 @@ class OnHost(Around):
         self.copy = None
 
 
-def _is_frozen(group: ParamGroup) -> bool:
+def _is_frozen(group: Bucket) -> bool:
     return not any(param.sharded.requires_grad for param in group.params)
 
 
@@ -100,7 +100,7 @@ def _wholes(params: Sequence[ManagedParameter]) -> list[torch.Tensor]:
     return [whole.view(-1) for whole in wholes if whole is not None]
 
 
-def kept_for_evaluation(group: ParamGroup) -> Callable[[], bool] | None:
+def kept_for_evaluation(group: Bucket) -> Callable[[], bool] | None:
     """What tells whether the values are current, for a group whose values can be compared with the shards, and whose
     gather communicates at all."""
     roles, is_plain = group.roles, not any(param.is_extended for param in group.params)
@@ -111,7 +111,7 @@ def kept_for_evaluation(group: ParamGroup) -> Callable[[], bool] | None:
     return partial(_agrees, group, group.seen.versions)
 
 
-def _agrees(group: ParamGroup, versions: list[int]) -> bool:
+def _agrees(group: Bucket, versions: list[int]) -> bool:
     """Whether the shards of all ranks have the values that were gathered and kept. Collective over the shard group: one
     number. The host waits for it, since what is gathered next depends on it. Within a step nobody asks: a shard has no
     counter that counts all changes (`tensor.data`, and operators on lists of tensors, leave that of a DTensor as it

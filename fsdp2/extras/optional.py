@@ -32,7 +32,7 @@ from fsdp2.events import emit
 from fsdp2.mesh import Axis, MeshRoles
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime import hooks
-from fsdp2.runtime.param_group import ParamGroup, Phase
+from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.state import Stage
 from fsdp2.runtime.step import Step
 from fsdp2.runtime.unit import Unit
@@ -129,7 +129,7 @@ class _Host:
     reduces_late: _Late = None
     in_order = True
 
-    def select(self, gathering: bool) -> list[ParamGroup]:
+    def select(self, gathering: bool) -> list[Bucket]:
         """What it gathers: with its own groups those of its guests that some rank needs. What it frees: all."""
         (unit,) = _alive([self.unit])
         guests = [group for guest in _alive(self.guests) for group in guest.groups]
@@ -151,7 +151,7 @@ class _Guest:
     _ran_alone: bool = False
     in_order = False  # its host has its place
 
-    def select(self, gathering: bool) -> list[ParamGroup]:
+    def select(self, gathering: bool) -> list[Bucket]:
         """What it gathers: nothing, since its host has, unless it is called alone. Raises `OrderError` if `runs_if`
         said that it would not run, or its host does not run."""
         (unit,) = _alive([self.unit])
@@ -197,7 +197,7 @@ class _OptionalUnits:
         no rank needs. Collective over the meshes of units whose policies have a `runs_if`."""
         for decision in self._decisions:
             decision.ask(args, kwargs)
-        by_mesh: dict[object, list[tuple[ParamGroup, bool]]] = {}
+        by_mesh: dict[object, list[tuple[Bucket, bool]]] = {}
         for decision in self._decisions:
             if decision.policy.runs_if is not None:
                 for unit in _alive(decision.units):
@@ -212,7 +212,7 @@ class _OptionalUnits:
     def before_last_reductions(self) -> None:
         """Backward is over: agree on which gradients there are, and on how many ranks have new ones. Collective over
         the units' meshes, unless all units have gradient sync turned off."""
-        by_mesh: dict[object, list[tuple[ParamGroup, list[bool]]]] = {}
+        by_mesh: dict[object, list[tuple[Bucket, list[bool]]]] = {}
         for unit in _alive(self._reduced_late):
             for group in unit.groups if unit.in_backward().requires_gradient_sync else ():
                 flags = [(whole := param.unsharded) is not None and whole.grad is not None for param in group.params]
@@ -223,11 +223,11 @@ class _OptionalUnits:
                 indices = frozenset(index for index, num in enumerate(nums) if num)
                 self._found[id(group)] = _Found(indices, num_ranks)
 
-    def settings_of_all(self, group: ParamGroup, settings: UnitSettings) -> UnitSettings:
+    def settings_of_all(self, group: Bucket, settings: UnitSettings) -> UnitSettings:
         """How to reduce `group`: the parameters of which some rank has a gradient; all, if the settings say so."""
         return replace(settings, reduce_unused=settings.reduce_unused or self._found[id(group)].indices)
 
-    def settings_of_ran(self, group: ParamGroup, settings: UnitSettings) -> UnitSettings:
+    def settings_of_ran(self, group: Bucket, settings: UnitSettings) -> UnitSettings:
         """The same, divided by the number of ranks that have gradients."""
         if settings.gradient_divide_factor is None:
             num_ranks = max(1, self._found[id(group)].num_ranks)

@@ -32,10 +32,10 @@ from fsdp2.events import profiler_range
 from fsdp2.layout import ShardLayout, chunk_bounds, strides
 from fsdp2.module import swapped_class
 from fsdp2.runtime import hooks
+from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.forward import attach
 from fsdp2.runtime.geometry import Geometry
 from fsdp2.runtime.gradients import Gradients
-from fsdp2.runtime.param_group import ParamGroup, Phase
 from fsdp2.runtime.parameter import ManagedParameter, Plan
 from fsdp2.runtime.reduction import Reduction
 from fsdp2.runtime.sink import Sink, distributed
@@ -303,18 +303,18 @@ def _rows_for(tile: _TileParameter, local: torch.Tensor) -> torch.Tensor:
     return local_tensor(grad).narrow(0, tile.start, local.shape[0]) if local.numel() else local
 
 
-class _LayerGroup(ParamGroup):
+class _LayerGroup(Bucket):
     """The parameters of a tiled layer, which are never gathered whole, in place of `group`.
 
     Attributes:
         tiles: the groups of the tiles' units that have their rows.
     """
 
-    def __init__(self, group: ParamGroup):
+    def __init__(self, group: Bucket):
         super().__init__(group.params, _nothing, _nothing)
         self.smaller, self.keep, self.channel = group.smaller, group.keep, group.channel
         self.gradients: _NoGradients = _NoGradients(self.params, self.channel, _nothing, _nothing)
-        self.tiles: list[ParamGroup] = []
+        self.tiles: list[Bucket] = []
 
     def unshard(self, *_: object) -> None:
         """The tiles' units gather them."""

@@ -33,7 +33,7 @@ from fsdp2.optim.flats import identical
 from fsdp2.optim.local import ELEMENTWISE, LocalOptimizer, Params, check_elementwise, local_class
 from fsdp2.optim.offloaded_part import Groups, OffloadedPart
 from fsdp2.optim.staged import State
-from fsdp2.runtime.param_group import ParamGroup
+from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.parameter import Plan
 from fsdp2.runtime.unit import units_with
 
@@ -206,7 +206,7 @@ class OffloadedOptimizer(LocalOptimizer):
         parts = [self._part(key, *each) for key, each in known.shares.items()]
         return parts, known.rest
 
-    def _part(self, key: Any, group: ParamGroup, plan: Plan, lists: list[list[Any]]) -> OffloadedPart:
+    def _part(self, key: Any, group: Bucket, plan: Plan, lists: list[list[Any]]) -> OffloadedPart:
         part = self._known.parts.get(key)
         if part is not None:
             part.settle()
@@ -251,14 +251,14 @@ class _Division(NamedTuple):
 
     held: list[torch.Tensor]
     sizes: list[int]
-    shares: dict[Any, tuple[ParamGroup, Plan, list[list[Any]]]]
+    shares: dict[Any, tuple[Bucket, Plan, list[list[Any]]]]
     rest: list[list[torch.Tensor]]
 
 
 def _divide(lists: Sequence[Sequence[torch.Tensor]]) -> _Division:
     held = [param for each in lists for param in each]
     offloaded = _offloaded(held)
-    shares: dict[Any, tuple[ParamGroup, Plan, list[list[Any]]]] = {}
+    shares: dict[Any, tuple[Bucket, Plan, list[list[Any]]]] = {}
     rest: list[list[torch.Tensor]] = [[] for _ in lists]
     for index, each in enumerate(lists):
         for param in each:
@@ -271,7 +271,7 @@ def _divide(lists: Sequence[Sequence[torch.Tensor]]) -> _Division:
     return _Division(held, [*map(len, lists)], shares, rest)
 
 
-def _offloaded(params: Sequence[torch.Tensor]) -> dict[int, tuple[ParamGroup, Plan]]:
+def _offloaded(params: Sequence[torch.Tensor]) -> dict[int, tuple[Bucket, Plan]]:
     """For the ids of those in units with an `Offload` policy, their groups and plans."""
     return {
         id(param.sharded): (group, param.plan)

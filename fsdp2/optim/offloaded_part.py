@@ -31,7 +31,7 @@ from fsdp2.optim.local import LocalOptimizer, without_hooks
 from fsdp2.optim.on_disk import DiskState
 from fsdp2.optim.pending import PendingTensor
 from fsdp2.optim.staged import RestingState, StagedState, State, beside_step
-from fsdp2.runtime.param_group import ParamGroup, Phase
+from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.parameter import Plan
 from fsdp2.runtime.streams import simulation, streams_for
 
@@ -59,7 +59,7 @@ class OffloadedPart:
 
     def __init__(
         self,
-        unit_group: ParamGroup,
+        unit_group: Bucket,
         plan: Plan,
         lists: Sequence[Sequence[DTensor]],
         make: Callable[[Groups, bool], LocalOptimizer],

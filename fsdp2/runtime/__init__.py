@@ -1,1 +1,1 @@
-"""The runtime: step > unit > param group > parameter, and what they stand on. Layer: runtime."""
+"""The runtime: step > unit > bucket > parameter, and what they stand on. Layer: runtime."""

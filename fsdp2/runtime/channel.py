@@ -10,7 +10,7 @@ from fsdp2.runtime import hooks
 
 
 class Channel:
-    """How a param group communicates; some setters change it, and then call `ParamGroup.channel_changed`.
+    """How a bucket communicates; some setters change it, and then call `Bucket.channel_changed`.
 
     Attributes:
         fqn: the unit's FQN, relative to the root once there is one.

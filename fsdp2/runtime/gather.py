@@ -1,4 +1,4 @@
-"""`Gather`: how a group's shards become its unsharded parameters. Layer: runtime, below the param group.
+"""`Gather`: how a group's shards become its unsharded parameters. Layer: runtime, below the bucket.
 
 Everything that does not change from step to step is computed once: the lane of each parameter, the views into which a
 rank copies its own shards (casting to the compute dtype: the only copy of the direct lane), the operands of the

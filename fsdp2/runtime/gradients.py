@@ -1,5 +1,5 @@
 """`Gradients`: detects when a group's gradients are complete, and takes them for reduction. Layer: runtime, below the
-param group.
+bucket.
 
 Autograd accumulates into the unsharded parameters' `.grad`, in the reduce dtype. A hook on each of them detects when
 the last gradient has arrived, so that the reduction starts then and not only at the end of the unit's backward. Our

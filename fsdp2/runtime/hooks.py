@@ -37,9 +37,9 @@ levels: dict[str, Callable[..., Any]] = {}
 # Called with the parameters of a group whose shards nothing else refers to yet, which it may put elsewhere: returns
 # whether it did.
 shards_made: list[Callable[[Sequence[Any]], bool]] = []
-# Where the unsharded values of a `ParamGroup` come from. A function of `sources` may return a `Shards` of its own kind
+# Where the unsharded values of a `Bucket` come from. A function of `sources` may return a `Shards` of its own kind
 # for a group, or None; one of `around_sources` what it is given, or something around it; one of `keeps` what keeps
-# values at reshard, by `ParamGroup.keep`. Those of `keep_values` are asked when a group reshards after a forward
+# values at reshard, by `Bucket.keep`. Those of `keep_values` are asked when a group reshards after a forward
 # without gradients: they return None, or what will tell whether the values that stay are still those of the shards.
 sources: list[Callable[[Any], Any]] = []
 around_sources: list[Callable[[Any, Any], Any]] = []

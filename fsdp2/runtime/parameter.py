@@ -1,4 +1,4 @@
-"""`ManagedParameter`: one parameter in its forms. Layer: runtime, below the param group.
+"""`ManagedParameter`: one parameter in its forms. Layer: runtime, below the bucket.
 
 ==========  ===================================  ==================================================================
 form        what the module holds                memory

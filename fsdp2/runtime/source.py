@@ -1,4 +1,4 @@
-"""Where a group's unsharded values come from. Layer: runtime, below the param group.
+"""Where a group's unsharded values come from. Layer: runtime, below the bucket.
 
 A `Shards` is the memory of the unsharded parameters, and what fills it in each unshard::
 
@@ -31,7 +31,7 @@ from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, ReleasedMemory
 
-Group: TypeAlias = Any  # `runtime.param_group.ParamGroup`: that module is above this one
+Group: TypeAlias = Any  # `runtime.bucket.Bucket`: that module is above this one
 
 
 class Source:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2.runtime.param_group import ParamGroup
+from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.unit import Unit
 
@@ -31,7 +31,7 @@ def owners_of(module: nn.Module) -> Sequence[Unit]:
     return owners
 
 
-def owner_of(param: ManagedParameter) -> tuple[Unit, ParamGroup]:
+def owner_of(param: ManagedParameter) -> tuple[Unit, Bucket]:
     """The unit and the group that manage `param`."""
     for slot in param.slots:
         for unit in owners_of(slot.module) if slot.module is not None else ():

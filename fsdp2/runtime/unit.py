@@ -17,8 +17,8 @@ from fsdp2.errors import OrderError
 from fsdp2.events import emit
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
 from fsdp2.runtime import backward
+from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.in_flight import InFlight
-from fsdp2.runtime.param_group import ParamGroup, Phase
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.state import Stage, State
 from fsdp2.runtime.step import Step
@@ -34,10 +34,10 @@ class Role(Protocol):
 
     in_order: bool
 
-    def select(self, unsharding: bool) -> Sequence[ParamGroup]:
+    def select(self, unsharding: bool) -> Sequence[Bucket]:
         """The groups that `unshard` and `reshard` act on, instead of its own and the borrowed."""
 
-    def reduces_late(self, group: ParamGroup, settings: UnitSettings) -> UnitSettings:
+    def reduces_late(self, group: Bucket, settings: UnitSettings) -> UnitSettings:
         """All its reductions wait for the end of the whole backward; the settings of that of `group`."""
 
 
@@ -59,7 +59,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 _units: "WeakSet[Unit]" = WeakSet()
-_conversions_of: Callable[[ParamGroup], int] = attrgetter("conversions")
+_conversions_of: Callable[[Bucket], int] = attrgetter("conversions")
 GATHERED = (Phase.GATHERING, Phase.UNSHARDED)
 
 
@@ -94,8 +94,8 @@ class Unit:
         settings: UnitSettings,
     ):
         self.members: list[ref[nn.Module]] = []
-        self.groups: list[ParamGroup] = []
-        self.borrowed: list[ParamGroup] = []
+        self.groups: list[Bucket] = []
+        self.borrowed: list[Bucket] = []
         self.fqn = ""
         self.step: Step | None = None
         self.device = device
@@ -116,7 +116,7 @@ class Unit:
         self.groups = []
         for params in param_lists:
             ready = partial(_if_alive, ref(self), backward.gradients_ready, len(self.groups))
-            self.groups.append(ParamGroup(params, ready, partial(_if_alive, ref(self), backward.reached)))
+            self.groups.append(Bucket(params, ready, partial(_if_alive, ref(self), backward.reached)))
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -180,7 +180,7 @@ class Unit:
             if group.refresh():
                 group.lay_together()
 
-    def _sharded_groups(self) -> list[ParamGroup]:
+    def _sharded_groups(self) -> list[Bucket]:
         return [group for group in (*self.groups, *self.borrowed) if group.phase is Phase.SHARDED]
 
     def begin_step(self, awaits_backward: bool, has_raised: bool) -> None:
@@ -299,7 +299,7 @@ class Unit:
             settings = settings.in_backward(step.is_last_backward)
         return replace(settings, requires_gradient_sync=False) if step.finishes is False else settings
 
-    def reduce(self, group: ParamGroup, settings: UnitSettings, at_end: bool = False) -> None:
+    def reduce(self, group: Bucket, settings: UnitSettings, at_end: bool = False) -> None:
         """Reduce the gradients of `group` that exist; at the end of backward also those that `settings` ask for."""
         with outside_transforms():
             assert self.step is not None

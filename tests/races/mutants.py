@@ -11,16 +11,16 @@ from tests.races.mutants_of_offload import OF_OFFLOAD
 __all__ = ["MUTANTS", "Mutant"]
 
 
-PARAM_GROUP, REDUCTION, STEP, MEMORY = (f"runtime.{name}" for name in ("param_group", "reduction", "step", "storage"))
+BUCKET, REDUCTION, STEP, MEMORY = (f"runtime.{name}" for name in ("bucket", "reduction", "step", "storage"))
 SAME_STREAM = "all that is done with it is in the order of one stream"
 WORK_HOLDS = "the work handle holds it until the stream has waited"
 
 MUTANTS: tuple[Mutant, ...] = (
     # --- all-gathers ---
-    Mutant("gather: compute does not wait", PARAM_GROUP, "under_way()\n", "pass\n", "plain"),
+    Mutant("gather: compute does not wait", BUCKET, "under_way()\n", "pass\n", "plain"),
     Mutant(
         "gather: the event is recorded before the collective ends",
-        PARAM_GROUP,
+        BUCKET,
         "                    finish()\n                    finish = partial(streams.wait, streams.record())\n",
         "                    event = streams.record()\n                    finish()\n"
         "                    finish = partial(streams.wait, event)\n",
@@ -28,14 +28,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gather: no event after it",
-        PARAM_GROUP,
+        BUCKET,
         "finish = partial(streams.wait, streams.record())",
         "finish = lambda: None",
         "plain",
     ),
     Mutant(
         "gather: the event is that of another stream",
-        PARAM_GROUP,
+        BUCKET,
         "                if not streams.lazy:\n                    finish()\n"
         "                    finish = partial(streams.wait, streams.record())\n"
         "                self._under_way = finish\n",
@@ -50,17 +50,17 @@ MUTANTS: tuple[Mutant, ...] = (
         "frozen",
         harmless="slower only: the next gather waits for the release of the unit's memory, which comes after the copy",
     ),
-    Mutant("gather: no wait for kept memory", PARAM_GROUP, "streams.wait(used)", "pass", "kept"),
+    Mutant("gather: no wait for kept memory", BUCKET, "streams.wait(used)", "pass", "kept"),
     Mutant(
         "gather: kept memory is not in use",
-        PARAM_GROUP,
+        BUCKET,
         " and (source is None or not source.follows_compute)",
         "",
         "kept",
     ),
     Mutant(
         "gather: copies on the smaller mesh are not in use",
-        PARAM_GROUP,
+        BUCKET,
         "self.phase is Phase.SHARDED and kept is None",
         "kept is None",
         "smaller",
@@ -68,14 +68,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gather: no room is made",
-        PARAM_GROUP,
+        BUCKET,
         "memory.make_room(None if source is None else source.base, prefetching)\n",
         "pass\n",
         "again",
     ),
     Mutant(
         "gather: on the compute stream",
-        PARAM_GROUP,
+        BUCKET,
         "with named, without_grad(), streams.gathering():",
         "with named, without_grad():",
         "plain",
@@ -125,7 +125,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "inner shards: freed while another stream is current",
-        PARAM_GROUP,
+        BUCKET,
         "            with memory.streams.gathering():\n                source.free_inner()",
         "            source.free_inner()",
         "inner",

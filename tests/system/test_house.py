@@ -80,7 +80,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("runtime.root",),
     ("runtime.unit",),
     ("runtime.step",),
-    ("runtime.backward", "runtime.in_flight", "runtime.param_group"),
+    ("runtime.backward", "runtime.in_flight", "runtime.bucket"),
     ("runtime.changes",),
     ("runtime.gradients", "runtime.source"),
     ("runtime.reduction",),

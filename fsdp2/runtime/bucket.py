@@ -1,4 +1,4 @@
-"""`ParamGroup`: the memory and the phase of the parameters of a unit that share a mesh. Layer: runtime.
+"""`Bucket`: the memory and the phase of the parameters of a unit that share a mesh. Layer: runtime.
 
 For a weight (6, 4) and a bias (6,) on 2 ranks, with the numbers of elements::
 
@@ -49,7 +49,7 @@ class Phase(Enum):
     INNER = "inner"  # with sharded replicas: sharded in the module, but the inner shards stay
 
 
-class ParamGroup:
+class Bucket:
     """Several parameters on one mesh.
 
     Args:
@@ -226,7 +226,7 @@ class ParamGroup:
         if self.source is not None:
             self.source = wrapped(self.source.base, self)
 
-    def follow_settings(self, other: "ParamGroup") -> None:
+    def follow_settings(self, other: "Bucket") -> None:
         """Take over what was set for `other`, a group of the same roles."""
         self.smaller = None if other.smaller is None else Smaller(other.smaller.roles)
         self.set_keep(other.keep)
