@@ -43,6 +43,7 @@ from fsdp2.extras.activations import ActivationOffload, offload_activations
 from fsdp2.extras.finalization import GradientReductionHandle
 from fsdp2.extras.forward_methods import register_fsdp_forward_method
 from fsdp2.extras.full_params import full_params
+from fsdp2.extras.host_memory import CPUOffloadPolicy
 from fsdp2.extras.joint_step import agree_on_step
 from fsdp2.extras.offload import Offload
 from fsdp2.extras.optional import OptionalPolicy
@@ -70,7 +71,6 @@ from fsdp2.optim import (
     step_in_backward,
 )
 from fsdp2.policies import (
-    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )

@@ -18,7 +18,6 @@ from fsdp2.arguments import (
     chosen_features,
     parameter_set,
     roles_for,
-    to_offload_policy,
     to_precision_policy,
     unfit,
 )
@@ -130,12 +129,16 @@ def fully_shard(
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise unfit("shard_placement_fn", "a function of a parameter, or None", shard_placement_fn)
     precision, ignored = to_precision_policy(mp_policy), parameter_set(ignored_params)
+    has_offload = type(offload_policy) not in (OffloadPolicy, type(None))
     features = chosen_features(
-        optional=optional, zero=zero is not None and zero, dp_mesh_dims=dp_mesh_dims is not None and dp_mesh_dims
+        optional=optional,
+        zero=zero is not None and zero,
+        dp_mesh_dims=dp_mesh_dims is not None and dp_mesh_dims,
+        offload_policy=has_offload and offload_policy,
     )
     zero, dims = features.pop("zero", None), features.pop("dp_mesh_dims", None)
+    offload = features.pop("offload_policy", _NO_OFFLOAD)
     roles = roles_for(mesh, dims, zero)
-    offload = to_offload_policy(offload_policy, roles.device)
     wanted = reshard_after_forward if zero is None else zero.reshard_after_forward(reshard_after_forward)
     reshard_to = _check_reshard(wanted, roles)
     placing = Placing(roles, shard_placement_fn, precision, offload, reshard_to, zero)
@@ -149,7 +152,7 @@ def fully_shard(
         hook(ignored)
     settings = UnitSettings(reshard_after_forward=reshard_to, zero=zero, features=features)
     for draft in drafts:
-        _build(draft, placing, settings)
+        _build(draft, settings)
     return module
 
 
@@ -166,6 +169,7 @@ class Draft:
         smaller: by the roles of a parameter: on the mesh to reshard to after forward.
     """
 
+    placing: Placing
     modules: list[nn.Module]
     managed: list[tuple[str, nn.Module]]
     places: Places
@@ -196,11 +200,12 @@ def _draft(modules: list[nn.Module], apart: Collection[nn.Module], placing: Plac
     smaller = {plan.roles: _smaller(plan.roles, placing.reshard_to) for _, plan in planned}
     for each in modules:
         swapped_class(type(each))  # which may be impossible
-    return Draft(modules, managed, places, plans, tied, smaller)
+    return Draft(placing, modules, managed, places, plans, tied, smaller)
 
 
-def _build(draft: Draft, placing: Placing, settings: UnitSettings) -> None:
-    modules, planned, zero, device = draft.modules, draft.planned, settings.zero, placing.roles.device
+def _build(draft: Draft, settings: UnitSettings) -> None:
+    placing, modules, planned, zero = draft.placing, draft.modules, draft.planned, settings.zero
+    device = placing.roles.device
     groups: dict[tuple[Any, ...], list[ManagedParameter]] = {}
     while planned:
         param, plan = planned.popleft()

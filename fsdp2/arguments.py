@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -17,21 +16,17 @@ from fsdp2._torch import local_tensor
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.mesh import MeshDims, MeshRoles, ShardPlacementResult, default_mesh, roles_of
 from fsdp2.policies import (
-    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
     Sharding,
 )
 from fsdp2.runtime import hooks
-from fsdp2.runtime.extension import extension_of, is_wrapper
+from fsdp2.runtime.extension import extension_of
 from fsdp2.runtime.parameter import Plan
 from fsdp2.specs import specs_of
 
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
-# Kept under these names, because `fsdp2.compat` may replace torch's classes by ours.
-_TorchOffloadPolicy = torch.distributed.fsdp.OffloadPolicy
-_TorchCPUOffloadPolicy = torch.distributed.fsdp.CPUOffloadPolicy
 _TORCHS_PRECISION = {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"}
 
 
@@ -50,23 +45,6 @@ def to_precision_policy(policy: Any) -> MixedPrecisionPolicy:
         hint = f"Pass MixedPrecisionPolicy(param_dtype={policy})." if isinstance(policy, torch.dtype) else ""
         raise unfit("mp_policy", "a MixedPrecisionPolicy", policy, hint)
     return MixedPrecisionPolicy(**given)
-
-
-def to_offload_policy(policy: Any, device: torch.device) -> OffloadPolicy:
-    """`policy` as one of ours, for a mesh of `device`; None means no offload, as in torch. Raises `UnsupportedError`
-    for pinned memory on a machine without an accelerator."""
-    if isinstance(policy, _TorchCPUOffloadPolicy):
-        policy = CPUOffloadPolicy(pin_memory=policy.pin_memory)
-    elif policy is None or isinstance(policy, _TorchOffloadPolicy):
-        policy = OffloadPolicy()
-    check_type("offload_policy", policy, OffloadPolicy, "an OffloadPolicy", "Pass CPUOffloadPolicy() to offload.")
-    if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
-        raise UnsupportedError(
-            f"CPUOffloadPolicy: got pin_memory=True on {device}, and memory is pinned for an accelerator, which this "
-            "machine does not have. Pass CPUOffloadPolicy(pin_memory=False)."
-        )
-    own: OffloadPolicy = policy
-    return own
 
 
 def chosen_features(**options: Any) -> dict[str, Any]:
@@ -128,45 +106,23 @@ class Placing:
             raise UnsupportedError("all_gather_dtype does not go together with shard_replicas")
         if param.ndim == 0:
             roles = roles.replicated()
-        self._check_extension(fqn, param, roles)
         specs = specs_of(fqn, param, dim, roles)
         wanted = self.policy.all_gather_dtype
-        has_own = extension_of(fqn, self._local(param)) is not None
+        has_own = extension_of(fqn, self.local(param)) is not None
         converts = wanted is not None and param.dtype.is_floating_point and roles.shard_size > 1 and not has_own
         if converts:
             hooks.implementation(hooks.gather_dtypes, wanted, "all_gather_dtype")
         dtype = self._param_dtype(fqn, param)
         return Plan(roles, specs, dim, self.policy, dtype, self.offload, wanted if converts else None)
 
-    def _check_extension(self, fqn: str, param: nn.Parameter, roles: MeshRoles) -> None:
-        local = self._local(param)
-        if is_wrapper(local) and not local.is_contiguous():
-            raise UnsupportedError(
-                f"'{fqn}' is a {type(local).__name__} of shape {tuple(local.shape)} that is not contiguous, stride "
-                f"{local.stride()}; tensor subclasses must be: call .contiguous() on it"
-            )
-        if is_wrapper(local) and self.offload.in_files:
-            raise UnsupportedError(
-                f"'{fqn}' is a {type(local).__name__}, which cannot rest in a file; pass Offload(params=True, ...)"
-            )
-        if extension_of(fqn, local) is None:
-            return
-        if roles.shard_axis is None:
-            raise UnsupportedError(f"'{fqn}' has hooks for its all-gather, but nothing is gathered on {roles.mesh}")
-        keeps_on_host = self.zero is not None and self.zero.keep_frozen == "host"
-        if keeps_on_host or not (self.reshard_to is None or isinstance(self.reshard_to, bool)):
-            raise UnsupportedError(
-                f"'{fqn}' has hooks for its all-gather, which work neither with an int for reshard_after_forward nor "
-                'with keep_frozen="host"; pass a bool'
-            )
-
     @staticmethod
-    def _local(param: nn.Parameter) -> torch.Tensor:
+    def local(param: nn.Parameter) -> torch.Tensor:
+        """What this rank has of it, with tensor parallelism its local tensor."""
         return (local_tensor(param) if isinstance(param, DTensor) else param).detach()
 
     def data(self, param: nn.Parameter, plan: Plan) -> torch.Tensor:
         """The parameter's (with tensor parallelism: its local) values, where the sharded parameter will live."""
-        data = self._local(param)
+        data = self.local(param)
         return data if data.is_meta else data.to(plan.home)
 
     def _placement(self, fqn: str, param: nn.Parameter) -> tuple[int, MeshRoles]:

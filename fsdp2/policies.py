@@ -13,9 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.errors import ArgumentError
 
-# Where host memory is: the last of these. In a plan another device stands for it (`extras.offload.standing_for_host`).
-HOST_MEMORY = [torch.device("cpu")]
-
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -101,30 +98,6 @@ class OffloadPolicy:
     def of_params(self, sizes: Sequence[int]) -> "Sequence[OffloadPolicy]":
         """The policies of a unit's parameters, which have these bytes."""
         return [self] * len(sizes)
-
-
-@dataclass(frozen=True)
-class CPUOffloadPolicy(OffloadPolicy):
-    """Keep sharded parameters, gradients and optimizer state in host memory.
-
-    Attributes:
-        pin_memory: page-lock the host memory, which lets copies overlap with compute.
-    """
-
-    pin_memory: bool = True
-
-    def __post_init__(self) -> None:
-        boolean("CPUOffloadPolicy: pin_memory", self.pin_memory)
-
-    @property
-    def home(self) -> torch.device | None:
-        """Where the sharded parameters live."""
-        return HOST_MEMORY[-1]
-
-    @property
-    def pins(self) -> bool:
-        """Whether what lives in host memory is page-locked."""
-        return self.pin_memory
 
 
 def _unfit(name: str, expected: str, got: object) -> ArgumentError:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fsdp2
 from benchmarks import common
-from fsdp2.extras.offload import standing_for_host
+from fsdp2.extras.host_memory import standing_for_host
 
 RESULTS = Path(__file__).parent / "results"
 NONE, HOOKS, OURS = "none", "hooks that do nothing", "a budget that suffices"

@@ -20,7 +20,7 @@ from fsdp2 import api, policies
 from fsdp2 import module as modules
 from fsdp2.compat.views import state_view
 from fsdp2.errors import OrderError
-from fsdp2.extras import finalization, forward_methods, shared_reductions, spmd
+from fsdp2.extras import finalization, forward_methods, host_memory, shared_reductions, spmd
 from fsdp2.module import FSDPModule
 
 __all__ = ["HOME", "IMPLEMENTATION", "PUBLIC", "fully_shard", "install", "is_installed", "uninstall"]
@@ -108,7 +108,7 @@ def uninstall() -> None:
 def _ours() -> dict[str, Any]:
     """Our object for each name."""
     homes: dict[str, Any] = {"fully_shard": fully_shard}
-    for home in (policies, modules, finalization, forward_methods, shared_reductions, spmd):
+    for home in (policies, modules, finalization, forward_methods, host_memory, shared_reductions, spmd):
         homes |= {name: vars(home)[name] for name in PUBLIC if name in vars(home)}
     return {name: homes[name] for name in PUBLIC}
 

@@ -22,12 +22,15 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp2.errors import MisuseError
+from fsdp2.api import Draft
+from fsdp2.arguments import Placing
+from fsdp2.errors import MisuseError, UnsupportedError
 from fsdp2.layout import ShardLayout
 from fsdp2.runtime import hooks
 from fsdp2.runtime.bucket import Bucket
+from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.gather import Gather
-from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.parameter import ManagedParameter, Plan
 from fsdp2.runtime.source import Shards, on_device
 from fsdp2.runtime.storage import FlatStorage
 
@@ -228,5 +231,35 @@ def _source_of(group: Bucket) -> HookedShards | None:
     return HookedShards(group) if any(param.extension is not None for param in group.params) else None
 
 
+def _check_drafts(drafts: Sequence[Draft]) -> None:
+    """Raise `UnsupportedError` for tensor subclasses, and tensors with hooks, that cannot be sharded as was asked."""
+    for draft in drafts:
+        for param, plan in draft.planned:
+            _check(draft.places[param][0], draft.placing.local(param), plan, draft.placing)
+
+
+def _check(fqn: str, local: torch.Tensor, plan: Plan, placing: Placing) -> None:
+    if is_wrapper(local) and not local.is_contiguous():
+        raise UnsupportedError(
+            f"'{fqn}' is a {type(local).__name__} of shape {tuple(local.shape)} that is not contiguous, stride "
+            f"{local.stride()}; tensor subclasses must be: call .contiguous() on it"
+        )
+    if is_wrapper(local) and plan.offload.in_files:
+        raise UnsupportedError(
+            f"'{fqn}' is a {type(local).__name__}, which cannot rest in a file; pass Offload(params=True, ...)"
+        )
+    if hooks_of(fqn, local) is None:
+        return
+    if plan.roles.shard_axis is None:
+        raise UnsupportedError(f"'{fqn}' has hooks for its all-gather, but nothing is gathered on {plan.roles.mesh}")
+    keeps_on_host = placing.zero is not None and placing.zero.keep_frozen == "host"
+    if keeps_on_host or not (placing.reshard_to is None or isinstance(placing.reshard_to, bool)):
+        raise UnsupportedError(
+            f"'{fqn}' has hooks for its all-gather, which work neither with an int for reshard_after_forward nor with "
+            'keep_frozen="host"; pass a bool'
+        )
+
+
 hooks.gather_hooks.append(hooks_of)
+hooks.units_drafted.append(_check_drafts)
 hooks.sources.append(_source_of)

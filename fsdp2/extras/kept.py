@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp2._torch import is_fake
 from fsdp2.comm.base import all_reduce
-from fsdp2.policies import HOST_MEMORY
+from fsdp2.extras.host_memory import host
 from fsdp2.runtime import hooks
 from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.changes import own_rows
@@ -81,7 +81,7 @@ class HostCopy:
             self._flats = []
             for whole in _wholes(params):
                 pins = whole.device.type != "cpu"
-                flat = torch.empty(whole.numel(), dtype=whole.dtype, device=HOST_MEMORY[-1], pin_memory=pins)
+                flat = torch.empty(whole.numel(), dtype=whole.dtype, device=host(), pin_memory=pins)
                 self._flats.append(flat.copy_(whole, non_blocking=True))
 
     @property

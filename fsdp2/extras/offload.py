@@ -4,8 +4,7 @@ The core knows the attributes of an `OffloadPolicy` only: where parameters and g
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,27 +13,11 @@ import torch
 
 from fsdp2.disk import mapped
 from fsdp2.errors import ArgumentError
-from fsdp2.policies import HOST_MEMORY, OffloadPolicy, boolean
+from fsdp2.extras.host_memory import host
+from fsdp2.extras.simulation import simulation
+from fsdp2.policies import OffloadPolicy, boolean
 from fsdp2.runtime import hooks
 from fsdp2.runtime.source import Around, Group, Source
-from fsdp2.runtime.streams import simulation
-
-HOST = torch.device("cpu")
-
-
-def host() -> torch.device:
-    """The device of host memory; within `standing_for_host`, what stands for it."""
-    return HOST_MEMORY[-1]
-
-
-@contextmanager
-def standing_for_host(device: torch.device) -> Iterator[None]:
-    """In the block, what is offloaded goes to `device`: in a plan the CPU's memory is that of the accelerator."""
-    HOST_MEMORY.append(device)
-    try:
-        yield
-    finally:
-        HOST_MEMORY.pop()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from fsdp2.runtime.streams import simulation
+from fsdp2.extras.simulation import simulation
 
 
 def submit(task: Callable[[], None], threads: int | None) -> "Future[None]":

@@ -28,7 +28,8 @@ from fsdp2._torch import backward_is_running
 from fsdp2._torch.optim import accept_scaler, forget_scaler, take_from_scaler
 from fsdp2.checks.step_hook import before_each_step
 from fsdp2.errors import ArgumentError, UnsupportedError
-from fsdp2.extras.offload import Offload, host
+from fsdp2.extras.host_memory import host
+from fsdp2.extras.offload import Offload
 from fsdp2.optim.flats import identical
 from fsdp2.optim.local import ELEMENTWISE, LocalOptimizer, Params, check_elementwise, local_class
 from fsdp2.optim.offloaded_part import Groups, OffloadedPart

@@ -24,7 +24,9 @@ from fsdp2._torch import local_of, local_tensor, make_dtensor, make_parameter, m
 from fsdp2.disk.file import in_turn
 from fsdp2.disk.mapped import RestingShards, file_of
 from fsdp2.errors import ArgumentError
-from fsdp2.extras.offload import Offload, host
+from fsdp2.extras.host_memory import host
+from fsdp2.extras.offload import Offload
+from fsdp2.extras.simulation import simulation
 from fsdp2.optim.background import submit
 from fsdp2.optim.flats import identical, local_grad
 from fsdp2.optim.local import LocalOptimizer, without_hooks
@@ -33,7 +35,7 @@ from fsdp2.optim.pending import PendingTensor
 from fsdp2.optim.staged import RestingState, StagedState, State, beside_step
 from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.parameter import Plan
-from fsdp2.runtime.streams import simulation, streams_for
+from fsdp2.runtime.streams import streams_for
 
 NOT_OPTIONS = frozenset({"params", "param_names"})
 Groups = Sequence[dict[str, Any]]

@@ -30,7 +30,7 @@ from fsdp2._torch.shared import storage_key
 from fsdp2.disk.direct import memory_at
 from fsdp2.disk.file import DiskFile, remove_leftovers, whole_pages
 from fsdp2.disk.mapped import RestingShards
-from fsdp2.extras.offload import HOST
+from fsdp2.extras.host_memory import HOST
 from fsdp2.optim.flats import identical
 from fsdp2.optim.staged import RestingState, State, storages_of
 from fsdp2.runtime.tree import map_tensors

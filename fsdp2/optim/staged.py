@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor, make_dtensor, spec_of
 from fsdp2._torch.shared import storage_key
-from fsdp2.extras.offload import host
+from fsdp2.extras.host_memory import host
 from fsdp2.optim.flats import identical
 
 State = dict[Any, Any]

@@ -14,6 +14,7 @@ from torch import nn
 from fsdp2.api import fully_shard
 from fsdp2.arguments import parameter_set
 from fsdp2.errors import ArgumentError, MisuseError
+from fsdp2.extras.host_memory import CPUOffloadPolicy
 from fsdp2.extras.offload import Offload
 from fsdp2.extras.zero import ZeroPolicy
 from fsdp2.parallel.blocks import Blocks, recompute_and_compile, units_of
@@ -21,7 +22,7 @@ from fsdp2.parallel.config import OFFLOADS, ParallelConfig
 from fsdp2.parallel.context import apply_context_parallel
 from fsdp2.parallel.meshes import Meshes, build_meshes
 from fsdp2.parallel.tensor import TensorPlan, apply_tensor_parallel, check_tensor_plan
-from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.runtime.unit import unit_of
 
 __all__ = ["parallelize"]

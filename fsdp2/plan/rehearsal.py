@@ -26,7 +26,8 @@ from fsdp2.comm.flat import NcclComm
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.errors import UnsupportedError
 from fsdp2.extras.activations import offload_activations
-from fsdp2.extras.offload import standing_for_host
+from fsdp2.extras.host_memory import standing_for_host
+from fsdp2.extras.simulation import simulated
 from fsdp2.module import FSDPModule
 from fsdp2.optim.offloaded import OffloadedOptimizer, offload_optimizer
 from fsdp2.optim.pending import PendingTensor
@@ -39,7 +40,6 @@ from fsdp2.plan.memory import Kind, Memory
 from fsdp2.plan.prediction import Plan, name_of
 from fsdp2.plan.workload import Workload
 from fsdp2.runtime.root import units_below
-from fsdp2.runtime.streams import simulated
 from fsdp2.runtime.tree import tensors_in
 from fsdp2.trace.timeline import Timeline, follow
 

@@ -5,8 +5,7 @@ CPU. On the CPU work *runs*: a wait blocks, so it is deferred until the result i
 the runtime sees (`Streams.lazy`).
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from itertools import repeat
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ import torch
 
 from fsdp2.nothing import NOTHING
 
-_simulated: list["Streams"] = []
+SIMULATED: list["Streams"] = []  # the last of these is used, whatever the device
 
 
 class _Block(Protocol):
@@ -91,21 +90,6 @@ class AcceleratorStreams(Streams):
                 event.wait()
 
 
-@contextmanager
-def simulated(streams: Streams) -> Iterator[None]:
-    """Roots that run for the first time in the block use `streams`, whatever their device: a step without one."""
-    _simulated.append(streams)
-    try:
-        yield
-    finally:
-        _simulated.remove(streams)
-
-
-def simulation() -> Streams | None:
-    """What `simulated` was given, within its block."""
-    return _simulated[-1] if _simulated else None
-
-
 @cache
 def _made_for(device: torch.device) -> Streams:
     return Streams() if device.type == "cpu" else AcceleratorStreams(device)
@@ -113,4 +97,4 @@ def _made_for(device: torch.device) -> Streams:
 
 def streams_for(device: torch.device) -> Streams:
     """The streams of `device`."""
-    return _simulated[-1] if _simulated else _made_for(device)
+    return SIMULATED[-1] if SIMULATED else _made_for(device)

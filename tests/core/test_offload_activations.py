@@ -14,7 +14,7 @@ from torch import nn
 import fsdp2
 from fsdp2.errors import ArgumentError, MisuseError
 from fsdp2.extras.activations import ActivationOffload, calls_to_move
-from fsdp2.extras.offload import standing_for_host
+from fsdp2.extras.host_memory import standing_for_host
 from tests.helpers.parity_models import Stack, batch, shard_blocks
 from tests.helpers.ranks import on_ranks
 

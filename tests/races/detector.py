@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2.runtime.streams import simulated
+from fsdp2.extras.simulation import simulated
 from tests.races.clocks import HOST, Clock, SimulatedStreams, merge
 from tests.races.effects import Access, Effects, effects_of, tensors_in
 from tests.races.memory import Memory, Operation, ranges_of

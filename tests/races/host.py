@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from fsdp2.policies import CPUOffloadPolicy
+from fsdp2.extras.host_memory import CPUOffloadPolicy
 from tests.races.detector import HOME, Detector, memory_of
 
 __all__ = ["host_memory"]

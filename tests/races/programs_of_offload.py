@@ -19,7 +19,7 @@ import fsdp2.extras.one_block as shard_memory
 import fsdp2.optim.offloaded_part as offloaded_part
 import fsdp2.optim.on_disk as on_disk
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, offload_optimizer, step_in_backward
-from fsdp2.extras.offload import standing_for_host
+from fsdp2.extras.host_memory import standing_for_host
 from tests.races.detector import HOME, Detector
 from tests.races.host import host_memory
 from tests.races.nets import Look, batch, net, results, sharded, step

@@ -72,6 +72,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("checks.step_hook",),
     ("api",),
     ("extras.finalization", "extras.offload", "extras.spmd", "extras.zero"),
+    ("extras.host_memory", "extras.simulation"),
     ("extras",),
     ("arguments",),
     ("module",),

@@ -1,0 +1,81 @@
+"""Host memory, and `CPUOffloadPolicy`, which keeps shards there. Layer: extras, above policies."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.fsdp
+
+from fsdp2.arguments import unfit
+from fsdp2.errors import UnsupportedError
+from fsdp2.policies import OffloadPolicy, boolean
+from fsdp2.runtime import hooks
+
+HOST = torch.device("cpu")
+# The last of these is host memory. In a plan another device stands for it.
+_HOSTS = [HOST]
+
+
+def host() -> torch.device:
+    """The device of host memory; within `standing_for_host`, what stands for it."""
+    return _HOSTS[-1]
+
+
+@contextmanager
+def standing_for_host(device: torch.device) -> Iterator[None]:
+    """In the block, what is offloaded goes to `device`: in a plan the CPU's memory is that of the accelerator."""
+    _HOSTS.append(device)
+    try:
+        yield
+    finally:
+        _HOSTS.pop()
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keep sharded parameters, gradients and optimizer state in host memory.
+
+    Attributes:
+        pin_memory: page-lock the host memory, which lets copies overlap with compute.
+    """
+
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        boolean("CPUOffloadPolicy: pin_memory", self.pin_memory)
+
+    @property
+    def home(self) -> torch.device | None:
+        """Where the sharded parameters live."""
+        return host()
+
+    @property
+    def pins(self) -> bool:
+        """Whether what lives in host memory is page-locked."""
+        return self.pin_memory
+
+
+# Kept under these names, because `fsdp2.compat` may replace torch's classes by ours.
+_TorchOffloadPolicy = torch.distributed.fsdp.OffloadPolicy
+_TorchCPUOffloadPolicy = torch.distributed.fsdp.CPUOffloadPolicy
+
+
+def _own_policy(policy: Any) -> OffloadPolicy:
+    """`policy` as one of ours. Raises `UnsupportedError` for pinned memory on a machine without an accelerator."""
+    if isinstance(policy, _TorchCPUOffloadPolicy):
+        policy = CPUOffloadPolicy(pin_memory=policy.pin_memory)
+    elif isinstance(policy, _TorchOffloadPolicy):
+        policy = OffloadPolicy()
+    if not isinstance(policy, OffloadPolicy):
+        raise unfit("offload_policy", "an OffloadPolicy", policy, "Pass CPUOffloadPolicy() to offload.")
+    if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
+        raise UnsupportedError(
+            "CPUOffloadPolicy: got pin_memory=True, and memory is pinned for an accelerator, which this machine does "
+            "not have. Pass CPUOffloadPolicy(pin_memory=False)."
+        )
+    return policy
+
+
+hooks.options["offload_policy"] = _own_policy
