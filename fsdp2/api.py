@@ -14,7 +14,6 @@ from fsdp2._torch import is_replicated, parameter_slots
 from fsdp2.arguments import (
     PlacementFn,
     Placing,
-    check_type,
     chosen_features,
     parameter_set,
     roles_for,
@@ -124,8 +123,8 @@ def fully_shard(
     Source: PyTorch FSDP, https://arxiv.org/abs/2304.11277; the interface is that of torch.distributed.fsdp.fully_shard.
     """
     modules = _check_modules(module)
-    make = 'Make one: init_device_mesh("cuda", (world_size,)).'
-    check_type("mesh", mesh, DeviceMesh, "a DeviceMesh or None", make)
+    if not isinstance(mesh, (DeviceMesh, type(None))):
+        raise unfit("mesh", "a DeviceMesh or None", mesh, 'Make one: init_device_mesh("cuda", (world_size,)).')
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise unfit("shard_placement_fn", "a function of a parameter, or None", shard_placement_fn)
     precision, ignored = to_precision_policy(mp_policy), parameter_set(ignored_params)

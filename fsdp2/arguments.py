@@ -15,11 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2._torch import local_tensor
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.mesh import MeshDims, MeshRoles, ShardPlacementResult, default_mesh, roles_of
-from fsdp2.policies import (
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    Sharding,
-)
+from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, Sharding
 from fsdp2.runtime import hooks
 from fsdp2.runtime.extension import extension_of
 from fsdp2.runtime.parameter import Plan
@@ -28,12 +24,6 @@ from fsdp2.specs import specs_of
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 _TORCHS_PRECISION = {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"}
-
-
-def check_type(name: str, value: Any, kind: type, expected: str, hint: str = "") -> None:
-    """Raise `ArgumentError` unless `value` is None or of `kind`."""
-    if value is not None and not isinstance(value, kind):
-        raise unfit(name, expected, value, hint)
 
 
 def to_precision_policy(policy: Any) -> MixedPrecisionPolicy:

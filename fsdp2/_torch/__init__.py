@@ -119,11 +119,6 @@ def subclassed_parameter(kind: type, data: torch.Tensor, requires_grad: bool) ->
     return param
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a fake one, which has a shape but no values."""
-    return isinstance(tensor, fake_tensor.FakeTensor)
-
-
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Give a DTensor, which must stay the same object, other storage and another spec."""
     assert isinstance(tensor, DTensor)

@@ -7,12 +7,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, Placement, Shard, _redistribute
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _fully_shard: Any = torch.distributed.fsdp.fully_shard  # torch's: `fsdp2.compat` may put ours there later
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a fake one, which has a shape but no values."""
+    return isinstance(tensor, fake_tensor.FakeTensor)
 
 
 def split_factor(placement: Placement) -> int | None:

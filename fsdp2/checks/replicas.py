@@ -20,7 +20,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fsdp2._torch import is_fake, local_tensor
+from fsdp2._torch import local_tensor
+from fsdp2._torch.shared import is_fake
 from fsdp2.errors import ArgumentError
 from fsdp2.mesh import MeshRoles
 from fsdp2.runtime.bucket import Bucket

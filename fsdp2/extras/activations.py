@@ -30,8 +30,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fsdp2._torch import base_of, is_fake, version
-from fsdp2._torch.shared import storage_key
+from fsdp2._torch import base_of, version
+from fsdp2._torch.shared import is_fake, storage_key
 from fsdp2.errors import ArgumentError, MisuseError, OrderError
 from fsdp2.extras.host_memory import host
 from fsdp2.runtime.streams import streams_for

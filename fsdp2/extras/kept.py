@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fsdp2._torch import is_fake
+from fsdp2._torch.shared import is_fake
 from fsdp2.comm.base import all_reduce
 from fsdp2.extras.host_memory import host
 from fsdp2.runtime import hooks
