@@ -96,9 +96,13 @@ def _begin_root(unit: Unit, step: Step, args: _Args, kwargs: _Kwargs) -> tuple[_
 
 
 def _begin(unit: Unit, step: Step, state: State, module: nn.Module) -> None:
-    """`module` is the first of the unit to run."""
-    if running_backward() >= 0 and unit.in_order:
-        _make_room_for_recomputation(step)
+    """`module` is the first of the unit to run. The unit that a checkpoint recomputed before this one is resharded, so
+    that the bound of two units holds."""
+    last = None if step.recomputed is None else step.recomputed()
+    if last is not None and unit.in_order:
+        step.recomputed = None
+        if last.state.stage is Stage.IDLE:
+            last.reshard_after_forward()
     emit("pre_forward", unit.fqn)
     state.stage = Stage.FORWARD
     state.to_run = {id(module)} if len(unit.members) == 1 else set(map(id, unit.modules))
@@ -121,17 +125,6 @@ def _prefetch(unit: Unit, step: Step) -> None:
 def _holds_container(unit: Unit) -> bool:
     """Whether a module of the list never runs, so that the end of its backward cannot be seen."""
     return len(unit.members) > 1 and not all(has_forward(module) for module in unit.modules)
-
-
-def _make_room_for_recomputation(step: Step) -> None:
-    """Before a unit is recomputed, reshard all recomputed units but the last: the last two run backward next and stay
-    gathered. All other memory is released first, to keep the bound of two units."""
-    while len(step.recomputed) > 1:
-        unit = step.recomputed.popleft()()
-        if unit is not None and unit.state.stage is Stage.IDLE:
-            unit.reshard_after_forward()
-    if step.recomputed:
-        step.memory.free_all()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -178,7 +171,7 @@ def _end(unit: Unit, step: Step, output: Any) -> None:
         unit.reshard_after_forward(output)
         return
     if unit.in_order:
-        step.recomputed.append(ref(unit))
+        step.recomputed = ref(unit)
     step.expect_end_of_backward()
 
 

@@ -16,7 +16,6 @@ twice, two forwards share one backward, or a forward had no backward.
 After a backward that raised, everything but `reset` is an error.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 from weakref import ref
@@ -78,7 +77,7 @@ class Step:
         awaits_backward: the root's forward ran with gradients, and its backward has not begun yet.
         finishes: whether the running backward is the last of its step, where a feature decides it (otherwise the
             root's settings do). False: it leaves its gradients.
-        recomputed: units whose forward a checkpoint recomputed in this backward, and which were not resharded since.
+        recomputed: in a backward, the unit whose forward a checkpoint recomputed last.
         end: the callback for the end of the running backward; None if no backward runs. Only autograd's engine holds a
             strong reference, so this one is dead if backward raised.
     """
@@ -97,7 +96,7 @@ class Step:
         self.notes: dict[str, Any] = {}
         self.awaits_backward = False
         self.finishes: bool | None = None
-        self.recomputed: deque[ref[Unit]] = deque()
+        self.recomputed: ref[Unit] | None = None
         self.end: ref[Callable[[], None]] | None = None
 
     @property
@@ -198,7 +197,7 @@ class Step:
     def end_backward(self) -> None:
         """The backward pass is over: finish all units. The last backward of a step also waits for all reductions."""
         with profiler_range("FSDP::root_post_backward_callback"):
-            self.recomputed.clear()
+            self.recomputed = None
             root = self.units[0]
             self.finish_units()
             if self.is_last_backward:
@@ -231,8 +230,7 @@ class Step:
         for hook in self.hooks.on_reset:
             hook()
         self.reductions.abandon_all()
-        self.recomputed.clear()
-        self.order, self.notes, self.end = None, {}, None
+        self.order, self.notes, self.end, self.recomputed = None, {}, None, None
         self.finishes, self.awaits_backward = None, False
         for unit in self.units:
             unit.reset()
