@@ -32,6 +32,7 @@ from fsdp2.extras import comm_memory as _comm_memory  # noqa: F401  # adds two s
 from fsdp2.extras import copying as _copying  # noqa: F401
 from fsdp2.extras import custom_comm as _custom_comm  # noqa: F401  # and two more
 from fsdp2.extras import gather_hooks as _gather_hooks  # noqa: F401
+from fsdp2.extras import in_place as _in_place  # noqa: F401
 from fsdp2.extras import int8 as _int8  # noqa: F401  # adds an `all_gather_dtype`
 from fsdp2.extras import kept as _kept  # noqa: F401
 from fsdp2.extras import levels as _levels  # noqa: F401  # units under transforms of `torch.func`

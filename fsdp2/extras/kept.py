@@ -16,9 +16,9 @@ import torch.distributed as dist
 from fsdp2._torch.shared import is_fake
 from fsdp2.comm.base import all_reduce
 from fsdp2.extras.host_memory import host
+from fsdp2.extras.in_place import own_rows
 from fsdp2.runtime import hooks
 from fsdp2.runtime.bucket import Bucket
-from fsdp2.runtime.changes import own_rows
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.source import Around
 from fsdp2.runtime.storage import ReleasedMemory

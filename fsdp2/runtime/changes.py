@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch import backward_is_running, local_of, local_tensor, storages_of, version
 from fsdp2.carving import place_of
 from fsdp2.errors import OrderError
+from fsdp2.runtime import hooks
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import SlotTable
@@ -117,8 +118,7 @@ class Changes:
         """Copy the changes of these parameters into their shards.
 
         Raises:
-            OrderError: the shards were changed too (`is_stale`), or the all-gather of one of them sends something other
-                than its shard.
+            OrderError: the shards were changed too (`is_stale`), or something other is gathered than the shards.
         """
         if is_stale:
             raise OrderError(
@@ -126,9 +126,10 @@ class Changes:
                 "Call reshard() on the module that holds it between the two. After this error call "
                 "model.reset_iter_state(), which drops the change of the unsharded parameter."
             )
+        copy_back = hooks.implementation(hooks.in_place, "copy_back", "changing unsharded parameters in place")
         for param in changed:
             if not param.aliases:
-                _copy_back(param)
+                copy_back(param)
         self.forget()
 
     def converted(self) -> Iterator[ManagedParameter]:
@@ -169,25 +170,3 @@ def _is_elsewhere(param: ManagedParameter) -> bool:
         return False
     local = local_tensor(form) if isinstance(form, DTensor) else form
     return local.untyped_storage() is not param.whole.untyped_storage()
-
-
-@torch.no_grad()
-def _copy_back(param: ManagedParameter) -> None:
-    if param.is_extended:
-        raise OrderError(
-            f"'{param.fqn}' was changed in place while it was unsharded, but its all-gather sends something other "
-            "than its shard, so the change cannot reach it. Change it in full_params(model), or while sharded."
-        )
-    rows, shard = own_rows(param)
-    rows = rows.to(shard.device)
-    # Where the compute dtype is a shorter one, elements that were not changed keep all their digits.
-    same = rows == shard.to(rows.dtype)
-    shard.copy_(torch.where(same, shard, rows.to(shard.dtype)))
-    torch.autograd.graph.increment_version(param.sharded)
-
-
-def own_rows(param: ManagedParameter) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's rows of the unsharded parameter, and the shard, with dims in memory order."""
-    assert param.whole is not None
-    rows = param.geometry.cut(param.geometry.from_memory(param.whole))
-    return rows, param.geometry.to_memory(param.geometry.local_view(param.flat))

@@ -37,6 +37,8 @@ levels: dict[str, Callable[..., Any]] = {}
 # Called with the parameters of a group whose shards nothing else refers to yet, which it may put elsewhere: returns
 # whether it did.
 shards_made: list[Callable[[Sequence[Any]], bool]] = []
+# "copy_back": called with a parameter that was changed in place while it was unsharded; copies that into its shard.
+in_place: dict[str, Callable[[Any], None]] = {}
 # Where the unsharded values of a `Bucket` come from. A function of `sources` may return a `Shards` of its own kind
 # for a group, or None; one of `around_sources` what it is given, or something around it; one of `keeps` what keeps
 # values at reshard, by `Bucket.keep`. Those of `keep_values` are asked when a group reshards after a forward

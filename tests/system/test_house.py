@@ -67,6 +67,7 @@ LAYERS: list[tuple[str, ...]] = [
     ),
     ("extras.copying", "extras.custom_comm", "extras.levels", "extras.pipelining", "extras.prediction", "extras.tiles"),
     ("extras.gather_hooks", "extras.int8", "extras.kept", "extras.narrow", "extras.one_block"),
+    ("extras.in_place",),
     ("extras.forward_methods", "extras.groups", "extras.shared_reductions"),
     ("checks.*",),
     ("checks.step_hook",),
