@@ -8,10 +8,10 @@ succeeded.
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import nn
 from fsdp2.checkpoint.formats.native import NATIVE
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.memory import uncollected, wait_for
-from fsdp2.checkpoint.io.reading import THREADS, Request
+from fsdp2.checkpoint.io.reading import THREADS
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.matching import Matching, Need
 from fsdp2.checkpoint.opening import open_catalog
@@ -34,7 +34,7 @@ from fsdp2.checkpoint.stored_extra import StoredExtra
 from fsdp2.errors import CheckpointError, MismatchError, ReplacedError
 from fsdp2.placement.box import Box
 
-__all__ = ["Loaded", "check_twins", "load", "requests_for"]
+__all__ = ["Loaded", "check_twins", "load"]
 
 MOST_FILES = 256  # of which the ranks compare a few bytes before they read
 SAMPLE_BYTES = 4096
@@ -112,11 +112,11 @@ def load(
     """
     storage, path = storage_of(folder)
     world = world_of(process_group)
-    given = model, optimizer, extra or {}
+    how = _How(sources, strict, cast, verify)
     for reads_left in reversed(range(READS)):
         agreement = Agreement("load", world, process_group, timeout_s)
         try:
-            return _load(storage, path, given, _How(sources, strict, cast, verify), world, agreement)
+            return _load(storage, path, (model, optimizer, extra or {}), how, world, agreement)
         except (CheckpointError, OSError):
             # All ranks learn this, whatever this rank's own error is, so that all start again or none.
             if not reads_left or not agreement.failed_by(ReplacedError):
@@ -124,8 +124,7 @@ def load(
     raise AssertionError("unreachable")
 
 
-@dataclass(frozen=True)
-class _How:
+class _How(NamedTuple):
     """How to read; see `load`."""
 
     sources: Sources | None
@@ -155,12 +154,16 @@ def _load(
                 stored.check(extra, matching.missing, matching.mismatches)
                 with uncollected():
                     matching.match(model, optimizer, how.strict)
-                    _compare_twins(catalog, matching, how.verify)
+                    for one, other in matching.twins:
+                        box, local = one.entry.box, one.entry.local
+                        check_twins(
+                            catalog, one, other, box, torch.empty((2, *local.shape), dtype=local.dtype), how.verify
+                        )
                     agreement.check()  # after this rank's own errors, which say more than that another rank failed
                     matching.allocate(model, optimizer)
                     wait_for({need.entry.local.device for need in matching.needs})
-                    requests = [one for need in matching.needs for one in requests_for(catalog, need)]
-                catalog.read(requests, how.verify)
+                    parts = [part for need in matching.needs for part in need.parts(catalog)]
+                catalog.read(parts, how.verify)
                 matching.finish()
                 values = stored.give(extra, how.verify)  # last: what came before may have drawn random numbers
         finally:
@@ -225,42 +228,20 @@ def _not_one(records: list[str]) -> CheckpointError | None:
     )
 
 
-def requests_for(
-    catalog: Catalog, need: Need, part: Box | None = None, into: torch.Tensor | None = None
-) -> list[Request]:
-    """The reads that fill a need.
+def check_twins(catalog: Catalog, one: Need, other: Need, box: Box, values: torch.Tensor, verify: bool = True) -> None:
+    """Check that a weight that is tied here but stored under two names has the same values under both, bit by bit.
 
     Args:
-        part: instead of this rank's part, read this part of the whole tensor into `into`.
-
-    Raises:
-        CorruptError: the files do not hold all of it, or hold some of it twice.
-    """
-    box, target = (need.entry.box, need.entry.local) if part is None or into is None else (part, into)
-    return [
-        request
-        for wanted in need.source.wanted(target, box, catalog.tensors[need.section])
-        for request in catalog.requests(need.section, wanted.name, wanted.target, wanted.box, need.entry.name)
-    ]
-
-
-def _compare_twins(catalog: Catalog, matching: Matching, verify: bool) -> None:
-    """Check that a weight that is tied here but stored under two names has the same values under both.
+        box: a part of it.
+        values: room for both.
 
     Raises:
         MismatchError: the values differ, and it is not known which to use.
     """
-    for needs in matching.twins:
-        values = [torch.empty_like(need.entry.local, device="cpu") for need in needs]
-        for need, into in zip(needs, values, strict=True):
-            catalog.read(requests_for(catalog, need, need.entry.box, into), verify)
-        check_twins(catalog, needs, *values)
-
-
-def check_twins(catalog: Catalog, needs: Sequence[Need], one: torch.Tensor, other: torch.Tensor) -> None:
-    """Check that two values are the same, bit by bit, of a weight that is tied here and stored under two names."""
-    if not torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))):
-        names = [", ".join(sorted(need.source.names())) for need in needs]
+    for need, into in zip((one, other), values, strict=True):
+        catalog.read(need.parts(catalog, box, into), verify)
+    if not torch.equal(*(each.reshape(-1).view(torch.uint8) for each in values)):
+        names = [", ".join(sorted(need.source.names())) for need in (one, other)]
         raise MismatchError(
             f"{catalog.path}: '{names[0]}' and '{names[1]}' are stored apart with different values, but are one weight "
             "here. Load into a model that does not tie them."

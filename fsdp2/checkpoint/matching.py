@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch.checkpoint import loading_code
 from fsdp2.checkpoint.formats.huggingface import HUGGING_FACE
 from fsdp2.checkpoint.formats.transformers_weights import published_sources
-from fsdp2.checkpoint.io.catalog import Catalog
+from fsdp2.checkpoint.io.catalog import Catalog, Part
 from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.schema.tree import at_path, decode
@@ -23,6 +23,7 @@ from fsdp2.checkpoint.state.sources import Source, Sources, source_of
 from fsdp2.checkpoint.state.sources import stored as from_stored
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.placement.allocation import allocate, tensors_of
+from fsdp2.placement.box import Box
 
 __all__ = ["Matching", "Need"]
 
@@ -43,6 +44,15 @@ class Need:
     section: str
     source: Source
     entry: Entry
+
+    def parts(self, catalog: Catalog, box: Box | None = None, into: torch.Tensor | None = None) -> list[Part]:
+        """What to read for this rank's part, or for another part of the whole tensor."""
+        if box is None or into is None:
+            box, into = self.entry.box, self.entry.local
+        return [
+            Part(self.section, name, part, target, self.entry.name)
+            for name, target, part in self.source.wanted(into, box, catalog.tensors[self.section])
+        ]
 
 
 @dataclass
@@ -139,7 +149,7 @@ class Matching:
             return
         others: set[str] = set()
         left: set[str] = set()
-        for table in self.catalog.values.get("optimizer", []):
+        for table in self.catalog.values_of("optimizer"):
             if isinstance(kinds := table.get("kinds"), dict):
                 others.update(str(name) for name in kinds if name not in asked)
             else:
@@ -200,7 +210,7 @@ class Matching:
             ]
         given = {name: self._given(section, name) for name in (*state.entries, *state.aliases)}
         known = {*found, *(one for name, source in given.items() for one in (source.names() if source else [name]))}
-        values = tuple(f"{name}/" for table in self.catalog.values.get(section, []) for name in table)
+        values = tuple(f"{name}/" for table in self.catalog.values_of(section) for name in table)
         self.unexpected += [
             f"{section} '{name}'"
             for name in (*stored, *other_names)
@@ -244,7 +254,7 @@ class Matching:
 
     def _ask_values(self, section: str, state: State, target: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
         """Values that are not tensors, by key: `_extra_state` of modules, numbers of a plain dict."""
-        stored = {name: value for table in self.catalog.values.get(section, []) for name, value in table.items()}
+        stored = {name: value for table in self.catalog.values_of(section) for name, value in table.items()}
         held = target if isinstance(target, Mapping) else {}
         absent = [name for name in state.values if name not in stored]
         self.missing += [f"{section} '{name}'{_why(self.catalog, section, [name])}" for name in absent]
@@ -294,7 +304,7 @@ class Matching:
             ranks_of(model.parameters() if model else (), self.world),
             self.cast,
         )
-        tables = self.catalog.values.get(section, [])
+        tables = self.catalog.values_of(section)
         if any(table.keys().isdisjoint(("forms", "states", "groups")) for table in tables):
             raise MismatchError(
                 f"{self.catalog.path}: the optimizer was saved as a dict, optimizer={{...}}; load it into such a dict"

@@ -7,7 +7,7 @@ import torch
 
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
-from fsdp2.checkpoint.io.reading import Request
+from fsdp2.checkpoint.io.reading import Request, read_all
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.schema.dtypes import DTYPES
 from fsdp2.checkpoint.schema.tree import decode
@@ -93,5 +93,5 @@ class StoredExtra:
             return empty
 
         value = decode(share["json"], tensor, catalog.path)
-        catalog.read(requests, verify)
+        read_all(catalog.opened, requests, verify)
         return value

@@ -94,7 +94,7 @@ AMPLIFIED = {
 def test_pickles_that_make_much_of_little(kind: str) -> None:
     program = b"\x80\x02" + AMPLIFIED[kind]
     tracemalloc.start()
-    with pytest.raises(CorruptError, match=r"much more content than it has bytes|is too long"):
+    with pytest.raises(CorruptError, match=r"much more content than it has bytes|is too long|a dict made of something"):
         unpickle(io.BytesIO(program), "x")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

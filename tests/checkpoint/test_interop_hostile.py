@@ -80,7 +80,7 @@ def test_code_in_a_value_is_left_out(tmp_path: Path) -> None:
     )
     assert is_right(loaded(folder))
     catalog = open_dcp(*storage_of(folder))
-    assert catalog.values["optimizer"][0]["groups"] == []
+    assert catalog.values_of("optimizer")[0]["groups"] == []
     assert "posix.mkdir" in catalog.left_out["optimizer"]["optimizer.param_groups.0.x"]
     assert "dataloader.state" in catalog.left_out[""]
     assert not mark.exists()

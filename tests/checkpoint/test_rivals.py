@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint.formats.native import read_manifest
+from fsdp2.checkpoint.formats.native import NativeCatalog
+from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.checkpoint.tools.describing import stray_files
 from fsdp2.errors import CheckpointError, ReplacedError
@@ -362,7 +363,9 @@ def afterwards_remote(root: str, outcomes: list[Outcome]) -> list[str]:
         try:
             assert value_of(folder) in (1000 + step, 2000 + step), "another step's values"
             storage, path = storage_of(folder)
-            left = stray_files(storage, path, read_manifest(storage, path))
+            catalog = open_catalog(storage, path)
+            assert isinstance(catalog, NativeCatalog)
+            left = stray_files(catalog)
             if left and all(one.ok for one in outcomes):  # a dead job's stay until that step is saved again
                 problems.append(f"left over: {left}")
         except Exception as error:

@@ -12,26 +12,21 @@ they belong. It is refused.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Container, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
+from urllib.parse import quote
 
 import torch
 
-from fsdp2.checkpoint.formats.dcp_metadata import STEPS, Item, Places, Range, read_metadata, unreadable
-from fsdp2.checkpoint.formats.foreign_state import (
-    Path,
-    encoded,
-    nested,
-    path_name,
-)
+from fsdp2.checkpoint.formats.dcp_metadata import Item, Path, Range, read_metadata
 from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
 from fsdp2.checkpoint.formats.unpickling import NotPlain, plain, shown
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.memory import bytes_of
-from fsdp2.checkpoint.io.pieces import StoredPiece
-from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
+from fsdp2.checkpoint.io.pieces import StoredPiece, StoredTensorInfo
+from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES, name_of
+from fsdp2.checkpoint.schema.tree import canonical, encode
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError, UnsupportedError
 from fsdp2.placement.box import Box
@@ -41,6 +36,10 @@ __all__ = ["DcpCatalog", "is_dcp", "open_dcp"]
 METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__\d+\.metadata")
 MAX_VALUE_BYTES = 1 << 28
+# The names that users give to the model's part of a state dict, and to the number of steps.
+MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
+STEPS = ("step", "global_step")
+NO_OPTIONS = ("params", "param_names")  # keys of a param group
 
 
 def is_dcp(storage: Storage, path: str) -> bool:
@@ -53,7 +52,7 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
 
     Raises:
         CorruptError: it is damaged, lists something unexpected, or a file outside of the folder.
-        MismatchError: there are several models (see `find_model`).
+        MismatchError: there are several models.
         UnsupportedError: the files were written through an extension (compression, encryption), or without collectives.
     """
     file = storage.join(path, METADATA)
@@ -67,179 +66,181 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
         items = read_metadata(reader, file)
     finally:
         reader.close()
-    _check_sizes(storage, path, items)
-    return DcpCatalog(storage, path, items)
-
-
-def _check_sizes(storage: Storage, path: str, items: Mapping[str, Item]) -> None:
-    """Check that no tensor claims to be larger than the folder: memory is allocated for optimizer state."""
     held = sum(storage.sizes(path).values())
-    for name, item in items.items():
+    for name, item in items.items():  # memory is allocated for optimizer state
         info = item.info
         if info is not None and item.is_readable and prod(info.shape) * ITEMSIZES[info.dtype] > held:
             raise CorruptError(
-                f"{storage.join(path, METADATA)}: '{name}' is {info.dtype} {list(info.shape)}, and all files together "
-                f"have {held} bytes"
+                f"{file}: '{name}' is {info.dtype} {list(info.shape)}, and all files together have {held} bytes"
             )
-
-
-class _Sections(Mapping[str, list[Mapping[str, Any]]]):
-    """The values of each section, read on access, so that a model can be loaded without its optimizer's state.
-
-    Raises:
-        CorruptError: one of them is damaged.
-        UnsupportedError: an item of an optimizer's state cannot be read; the rest is useless without it.
-    """
-
-    def __init__(self, makers: Mapping[str, Callable[[], list[Mapping[str, Any]]]]):
-        self._makers = makers
-        self._made: dict[str, list[Mapping[str, Any]]] = {}
-
-    def __getitem__(self, section: str) -> list[Mapping[str, Any]]:
-        if section not in self._made:
-            self._made[section] = self._makers[section]()
-        return self._made[section]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._makers)
-
-    def __len__(self) -> int:
-        return len(self._makers)
+    return DcpCatalog(storage, path, items)
 
 
 class DcpCatalog(Catalog):
-    """See `Catalog`, and the module docstring.
-
-    Attributes:
-        items: everything that the metadata lists.
-        places: where the items belong.
-    """
+    """See `Catalog`, and the module docstring."""
 
     def __init__(self, storage: Storage, path: str, items: Mapping[str, Item]):
         super().__init__(storage, path, "DCP (torch.distributed.checkpoint)")
-        self.items = items
+        self._items = items
+        self._keys = {item.path: key for key, item in items.items()}
+        self._of: dict[str, dict[str, str]] = {"model": {}, "optimizer": {}}  # section -> name -> key of the tensor
+        self._model_values: dict[str, str] = {}  # name -> key
+        self._optimizers: dict[Path, dict[str, tuple[str, str, Path]]] = {}  # root -> key -> what it is, see `_place`
         self.left_out = {"model": {}, "optimizer": {}, "": {}}
-        try:
-            self.places = Places.of(items, self.left_out, self.numbered())
-        except MismatchError as error:
-            raise MismatchError(f"{path}: {error}") from None
-        self.tensors = {
-            section: {name: info for name, key in names.items() if (info := items[key].info) is not None}
-            for section, names in self.places.tensors.items()
-        }
-        self.values = _Sections({"model": self._model_values, "optimizer": self._optimizer_values})
-        self.step = self.find_step()
+        self._sort()
+        for section, names in self._of.items():
+            infos = ((name, items[key].info) for name, key in names.items())
+            self.tensors[section] = {name: info for name, info in infos if info is not None}
+        self.step = self._find_step()
 
-    def find_step(self) -> int | None:
-        """A number called "step" at the top, or one level below ("train_state"); None if there is none.
+    def _sort(self) -> None:
+        """Find out what belongs where; what belongs nowhere, or cannot be read, is left out."""
+        roots = _optimizer_roots(self._keys)
+        owner = {path: next((root for root in roots if _is_below(path, root)), None) for path in self._keys}
+        tensors = [path for path, key in self._keys.items() if owner[path] is None and self._items[key].info]
+        prefix, model = _model_prefix(tensors, self.path), set(tensors)
+        if prefix == () and any(len(path) == 1 for path in tensors):
+            model = {path for path in tensors if len(path) == 1}
+        for path, key in self._keys.items():
+            item, own = self._items[key], path[len(prefix) :]
+            name = ".".join(map(str, own))
+            if owner[path] is not None:
+                continue
+            if path[: len(prefix)] != prefix or not own or (path not in model and (item.info or not model)):
+                self.left_out[""][key] = "neither model nor optimizer"
+            elif item.is_readable:
+                self._of["model"][name] = key
+            elif item.info is not None:
+                self.left_out["model"][name] = _unreadable(item)
+            elif len(own) == 1 and (prefix or "_extra_state" in name):
+                self._model_values[name] = key
+            elif prefix:
+                self.left_out["model"][name] = "a part of a value that torch stored item by item"
+            else:
+                self.left_out[""][key] = "neither model nor optimizer"
+        for path, root in owner.items():
+            if root is not None:
+                self._add_to_optimizer(root, path, self._keys[path])
 
-        Raises:
-            CorruptError: it is damaged.
-        """
-        for key, item in self.items.items():
-            if item.path[-1] in STEPS and len(item.path) <= 2 and key in self.left_out[""] and item.chunks:
-                shape, where = next(iter(item.chunks.values()))
-                value = self._count(key, shape, where)
+    def _add_to_optimizer(self, root: Path, path: Path, key: str) -> None:
+        place = _place(path[len(root) :], self._of["model"])
+        if place is None or (place[0] == "group" and not place[1].isdecimal()):
+            self.left_out[""][key] = "neither model nor optimizer"
+            return
+        self._optimizers.setdefault(root, {})[key] = place
+        if place[0] == "state" and self._items[key].is_readable:
+            name = f"{_path_name(place[2])}.{place[1]}"
+            if name in self._of["optimizer"]:
+                raise CheckpointError(f"two optimizers have a '{name}': {self._of['optimizer'][name]} and {key}")
+            self._of["optimizer"][name] = key
+
+    def _find_step(self) -> int | None:
+        """A number called "step" at the top, or one level below ("train_state"); None if there is none."""
+        for key in [*self.left_out[""]]:
+            item = self._items[key]
+            if item.path[-1] in STEPS and len(item.path) <= 2 and item.chunks:
+                value = self._count(key)
                 if value is not None:
                     del self.left_out[""][key]
                     return value
         return None
 
-    def _model_values(self) -> list[Mapping[str, Any]]:
+    def _count(self, key: str) -> int | None:
+        info = self._items[key].info
+        if info is not None and (prod(info.shape) != 1 or not self._items[key].is_readable):
+            return None
+        try:
+            value = self._value(key)
+        except NotPlain:
+            return None
+        value = value.item() if isinstance(value, torch.Tensor) else value
+        return value if type(value) is int and value >= 0 else None
+
+    def read_values(self, section: str) -> Sequence[Mapping[str, Any]]:
+        """See `Catalog`.
+
+        Raises:
+            CorruptError: one of them is damaged.
+            UnsupportedError: an item of an optimizer's state cannot be read; the rest is useless without it.
+        """
+        if section == "optimizer":
+            return [self._table(members) for members in self._optimizers.values()]
         model: dict[str, Any] = {}
-        for name, members in self.places.model_values.items():
-            found: dict[Path, Any] = {}
+        for name, key in self._model_values.items():
             try:
-                for path, key in members.items():
-                    is_tensor = self.items[key].is_readable
-                    found[path] = {"$tensor": path_name(path)} if is_tensor else encoded(self._value(key))
-                model[name] = nested(found)
+                model[name] = _encoded(self._value(key))
             except (NotPlain, ArgumentError) as error:
-                self.left_out["model"][name] = str(error)  # all of it: an incomplete value would be a different one
+                self.left_out["model"][name] = str(error)
         return [model] if model else []
 
-    def _optimizer_values(self) -> list[Mapping[str, Any]]:
-        shapes = {name: info.shape for name, info in self.tensors.get("model", {}).items()}
-        tables: list[Mapping[str, Any]] = []
-        for optimizer, members in self.places.optimizers:
-            for key, (kind, fqn, path) in members.items():
-                info = self.items[key].info
-                if kind == "state" and info is not None and self.items[key].is_readable:
-                    optimizer.add_state(fqn, path, info)
-                    continue
-                try:
-                    value = self._value(key)
-                    encoded(value)
-                except (NotPlain, ArgumentError) as error:
-                    self.left_out["optimizer"][key] = str(error)
-                    if kind == "state":
-                        raise UnsupportedError(
-                            f"{self.path}: '{key}' is a part of the optimizer's state that cannot be read here "
-                            f"({error}), and without it the rest is not what was saved. Load the optimizer with "
-                            "torch.distributed.checkpoint, or the model alone."
-                        ) from error
-                    continue
+    def _table(self, members: Mapping[str, tuple[str, str, Path]]) -> dict[str, Any]:
+        """The values of an optimizer (see `optimizer.py`)."""
+        shapes = {name: info.shape for name, info in self.tensors["model"].items()}
+        states: dict[str, dict[Path, Any]] = {}
+        options: dict[str, dict[str, Any]] = {}
+        groups: dict[str, dict[str, Any]] = {}
+        for key, (kind, fqn, path) in members.items():
+            info = self._items[key].info
+            if kind == "state" and info is not None and self._items[key].is_readable:
+                states.setdefault(fqn, {})[path] = _note(path, info, shapes.get(fqn))
+                continue
+            try:
+                value = self._value(key)
+                form = _encoded(value)
+            except (NotPlain, ArgumentError) as error:
+                self.left_out["optimizer"][key] = str(error)
                 if kind == "state":
-                    optimizer.add_state(fqn, path, value)
-                elif kind == "option":
-                    optimizer.add_option(fqn, str(path[0]), value)
-                else:
-                    optimizer.add_to_group(int(fqn), str(path[0]), value)
-            tables.append(optimizer.table(shapes))
-        return tables
-
-    def damaged_items(self) -> Iterator[tuple[str, CheckpointError]]:
-        """The damaged items, and what is wrong with them. Reads all items except the tensors of the model and the
-        optimizer, including those that are never loaded. (For tensors outside of all sections, it checks only that they
-        exist, not their values.)"""
-        tensors = {key for names in self.places.tensors.values() for key in names.values()}
-        for key, item in self.items.items():
-            for _, where in item.chunks.values() if key not in tensors else ():
-                try:
-                    self._read(where)
-                except (NotPlain, UnsupportedError):
-                    continue
-                except CheckpointError as error:
-                    yield key, error
-
-    def numbered(self) -> dict[Path, dict[str, str]]:
-        """Optimizer -> number of a parameter -> its name, for checkpoints with an `optimizer.state_dict()`. That
-        contains numbers, and also the names if the optimizer was given named parameters."""
-        keys = {item.path: key for key, item in self.items.items()}
-        result: dict[Path, dict[str, str]] = {}
-        for path, key in keys.items():
-            beside = (*path[:-1], "params")
-            if path[-1] == "param_names" and path[-3:-2] == ("param_groups",) and beside in keys:
-                with suppress(NotPlain):
-                    names, numbers = self._value(key), self._value(keys[beside])
-                    if type(names) is list and type(numbers) is list:
-                        result.setdefault(path[:-3], {}).update(zip(map(str, numbers), map(str, names), strict=False))
-        return result
+                    raise UnsupportedError(
+                        f"{self.path}: '{key}' is a part of the optimizer's state that cannot be read here ({error}), "
+                        "and without it the rest is not what was saved. Load the optimizer with "
+                        "torch.distributed.checkpoint, or the model alone."
+                    ) from error
+                continue
+            if kind == "state":
+                states.setdefault(fqn, {})[path] = form
+            elif kind == "option":
+                options.setdefault(fqn, {})[str(path[0])] = form
+            else:
+                groups.setdefault(fqn, {})[str(path[0])] = value if path[0] in NO_OPTIONS else form
+        for own in groups.values():
+            for fqn in own.get("param_names") or own.get("params") or ():
+                options.setdefault(str(fqn), {}).update(own)
+        forms = {fqn: _nested(items) for fqn, items in states.items()}
+        kinds = {canonical(form): form for form in forms.values()}
+        numbers = {text: number for number, text in enumerate(kinds)}
+        listed: dict[str, dict[str, Any]] = {}
+        for fqn in {**options, **states}:
+            chosen = {name: form for name, form in options.get(fqn, {}).items() if name not in NO_OPTIONS}
+            listed.setdefault(canonical(chosen), {"params": [], "options": chosen})["params"].append(fqn)
+        return {
+            "kind": "",
+            "forms": [*kinds.values()],
+            "states": {fqn: numbers[canonical(form)] for fqn, form in forms.items()},
+            "groups": [*listed.values()],
+        }
 
     @property
     def files(self) -> Iterable[str]:
         """See `Catalog`."""
-        held = {where.file for item in self.items.values() for _, where in item.chunks.values()}
+        held = {where.file for item in self._items.values() for _, where in item.chunks.values()}
         return [self.storage.join(self.path, name) for name in (METADATA, *held)]
 
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
         """See `Catalog`."""
-        key = self.places.tensors[section][name]
-        for start, (shape, where) in self.items[key].chunks.items():
-            box = Box(start, shape)
-            if box.intersect(wanted) is not None:
-                tensor = self._tensor(key, shape, where)
-                yield from (piece for piece in tensor.pieces(start) if piece.box.intersect(wanted) is not None)
+        key = self._of[section][name]
+        for start, (shape, where) in self._items[key].chunks.items():
+            if Box(start, shape).intersect(wanted) is not None:
+                pieces = self._tensor(key, shape, where).pieces(start)
+                yield from (piece for piece in pieces if piece.box.intersect(wanted) is not None)
 
     def _tensor(self, key: str, shape: tuple[int, ...], where: Range) -> TensorInFile:
         """The tensor stored in a range of a file, with its metadata checked."""
-        info = self.items[key].info
+        info = self._items[key].info
         found = self._read(where)
         if info is None or not isinstance(found, TensorInFile) or (found.dtype, found.shape) != (info.dtype, shape):
             raise CorruptError(
-                f"{self.storage.join(self.path, where.file)}: bytes "
-                f"{where.offset}..{where.offset + where.length} should "
-                f"be '{key}' {info and info.dtype} {list(shape)}, and are {shown(found)}"
+                f"{self.storage.join(self.path, where.file)}: bytes {where.offset}..{where.offset + where.length} "
+                f"should be '{key}' {info and info.dtype} {list(shape)}, and are {shown(found)}"
             )
         return found
 
@@ -249,47 +250,143 @@ class DcpCatalog(Catalog):
             return read_torch_file(reader, file, where.offset, where.length)
 
     def _value(self, key: str) -> Any:
-        """A value that is not a tensor, or is a 0-dim tensor.
+        """A value that is not a tensor, or a tensor of one element, as a 0-dim tensor.
 
         Raises:
             NotPlain: it is something else.
             CorruptError: it is damaged.
         """
-        item = self.items[key]
+        item = self._items[key]
         if not item.chunks:
             raise CorruptError(f"{self.path}: nothing of '{key}' is stored")
         shape, where = next(iter(item.chunks.values()))
-        if item.info is not None and not item.is_readable:
-            raise NotPlain(unreadable(item))
-        if item.info is not None and item.info.shape:
-            raise NotPlain(f"a tensor {item.info.dtype} {list(item.info.shape)}")
-        return self._value_at(key, shape, where)
-
-    def _value_at(self, key: str, shape: tuple[int, ...], where: Range) -> Any:
-        """The value in a range of a file. A tensor of one element is returned as a 0-dim tensor."""
-        if self.items[key].info is not None:
+        if item.info is not None:
+            if not item.is_readable or prod(item.info.shape) != 1:
+                raise NotPlain(_unreadable(item))
             return self._scalar(self._tensor(key, shape, where))
         if where.length > MAX_VALUE_BYTES:
             raise NotPlain(f"no tensor, and has {where.length} bytes")
         found = self._read(where)
-        if isinstance(found, TensorInFile) and not found.shape:
-            return self._scalar(found)
-        return plain(found, f"'{key}'")
-
-    def _count(self, key: str, shape: tuple[int, ...], where: Range) -> int | None:
-        """A number of steps: an integer, or a tensor that holds one; None for anything else."""
-        info = self.items[key].info
-        if info is not None and (prod(info.shape) != 1 or not self.items[key].is_readable):
-            return None
-        try:
-            value = self._value_at(key, shape, where)
-        except NotPlain:
-            return None
-        value = value.item() if isinstance(value, torch.Tensor) else value
-        return value if type(value) is int and value >= 0 else None
+        return self._scalar(found) if isinstance(found, TensorInFile) and not found.shape else plain(found, f"'{key}'")
 
     def _scalar(self, tensor: TensorInFile) -> torch.Tensor:
         value = torch.empty((), dtype=DTYPES[tensor.dtype])
         with self.opened.use(tensor.path) as reader:
             reader.read_into(tensor.offset, bytes_of(value)[: ITEMSIZES[tensor.dtype]])
         return value
+
+
+def _model_prefix(paths: Sequence[Path], folder: str) -> Path:
+    """The common path of the model's tensors: a key such as "model", the outermost one; otherwise (), if there are
+    tensors at the top; otherwise what all have in common.
+
+    Raises:
+        MismatchError: there are several such keys, and no reason to prefer one.
+    """
+    top = {path for path in paths if len(path) == 1}
+    marked = {path[: depth + 1] for path in paths for depth, part in enumerate(path[:-1]) if part in MODEL_KEYS}
+    outermost = sorted((each for each in marked if len(each) == min(map(len, marked))), key=str)
+    # {**model.state_dict(), "ema": {"model": ...}}: the same names exist further out.
+    if any(path[len(each) :] in top for each in outermost for path in paths if path[: len(each)] == each):
+        return ()
+    if len(outermost) > 1:
+        names = ", ".join(repr(".".join(map(str, each))) for each in outermost)
+        raise MismatchError(
+            f"{folder}: the checkpoint has several models, at {names}, and load cannot know which one is meant: no "
+            "argument of load() (sources= neither) says that. Load the one with torch.distributed.checkpoint.load into "
+            "a dict of these keys and the model's state_dict(), and save it again by itself."
+        )
+    if outermost:
+        return outermost[0]
+    first, *rest = [path[:-1] for path in paths] if paths and not top else [()]
+    length = next((at for at, part in enumerate(first) if any(path[at : at + 1] != (part,) for path in rest)), None)
+    return first[:length]
+
+
+def _optimizer_roots(paths: Iterable[Path]) -> list[Path]:
+    """The keys with ``state`` and ``param_groups`` below them, as torch.optim nests them or with flattened names."""
+    roots = set()
+    for path in paths:
+        for depth, part in enumerate(path):
+            is_nested = part == "param_groups" or (part == "state" and len(path) >= depth + 3)
+            if is_nested or str(part).startswith("param_groups."):
+                roots.add(path[:depth])
+                break
+    return sorted(roots, key=str)
+
+
+def _is_below(path: Path, root: Path) -> bool:
+    """Whether an item belongs to the optimizer at `root`."""
+    rest = path[len(root) :]
+    return path[: len(root)] == root and bool(rest) and str(rest[0]).split(".")[0] in ("state", "param_groups")
+
+
+def _place(path: Path, names: Container[str]) -> tuple[str, str, Path] | None:
+    """What an item below an optimizer's key is: ("state", FQN, path in the state), ("option", FQN, (name,)), or
+    ("group", number, (name,)). None for anything else.
+
+    Args:
+        names: of the model's tensors, to tell where an FQN ends in a flattened name.
+    """
+    head, rest = str(path[0]), path[1:]
+    if head == "state" and len(rest) >= 2:
+        return "state", str(rest[0]), rest[1:]
+    if head == "param_groups" and len(rest) == 2:
+        return "group", str(rest[0]), rest[1:]
+    for prefix, kind in (("state.", "state"), ("param_groups.", "option")):
+        if head.startswith(prefix):
+            parts = ".".join([head.removeprefix(prefix), *map(str, rest)]).split(".")
+            cut = next((at for at in range(len(parts) - 1, 0, -1) if ".".join(parts[:at]) in names), len(parts) - 1)
+            return kind, ".".join(parts[:cut]), tuple(parts[cut:])
+    return None
+
+
+def _note(path: Path, info: StoredTensorInfo, shape: tuple[int, ...] | None) -> dict[str, Any]:
+    """How a tensor of a parameter's state is created again (see `optimizer.py`)."""
+    note = {"$tensor": _path_name(path)}
+    if not info.shape and (shape != () or path == ("step",)):
+        return {**note, "as": "plain"}
+    # A tensor with another shape than its parameter (such as a factor) is replicated, however it was stored.
+    return {**note, "as": "param"} if shape is None or info.shape == shape else note
+
+
+def _path_name(path: Path) -> str:
+    """A path as `tree.py` writes it."""
+    return "/".join(quote(str(part), safe="").replace(".", "%2E") for part in path)
+
+
+def _nested(items: Mapping[Path, Any]) -> Any:
+    """Nest values again, given their paths; dicts with the keys 0, 1, ... become lists."""
+    tree: dict[str | int, Any] = {}
+    for path, value in sorted(items.items(), key=lambda item: str(item[0])):
+        level = tree
+        for part in path[:-1]:
+            level = level.setdefault(part, {})
+            if not isinstance(level, dict) or "$tensor" in level:
+                raise CorruptError(f"a value at {path}, where others are below")
+        level[path[-1]] = value
+    return _listed(tree)
+
+
+def _listed(level: Any) -> Any:
+    if not isinstance(level, dict) or "$tensor" in level:
+        return level
+    inner = {key: _listed(value) for key, value in level.items()}
+    if inner and all(type(key) is int for key in inner):
+        return [inner[key] for key in sorted(inner, key=int)]
+    return {str(key): value for key, value in inner.items()}
+
+
+def _encoded(value: Any) -> Any:
+    """Plain data and 0-dim tensors as JSON."""
+
+    def scalar(path: str, tensor: torch.Tensor) -> dict[str, Any]:
+        return {"value": encode(tensor.item(), scalar, path), "dtype": name_of(tensor.dtype)}
+
+    return encode(value, scalar, "a value of another library's checkpoint")
+
+
+def _unreadable(item: Item) -> str:
+    assert item.info is not None
+    reason = ", which safetensors does not have" if not item.is_readable else ""
+    return f"a tensor {item.info.dtype} {list(item.info.shape)}{reason}"

@@ -5,7 +5,7 @@ contains the checksums of all blocks. Every file repeats the id of the save, its
 """
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -134,11 +134,15 @@ class NativeCatalog(Catalog):
             section: {name: StoredTensorInfo(record.dtype, record.shape) for name, record in records.items()}
             for section, records in manifest.records.items()
         }
-        super().__init__(storage, path, NATIVE, manifest.step, tensors, manifest.aliases, manifest.values)
+        super().__init__(storage, path, NATIVE, manifest.step, tensors, manifest.aliases)
         self.manifest = manifest
         self._files: dict[str, _RankFile] = {}
         self._own: dict[tuple[str, int], _RankFile] = {}
         self._headers: dict[str, Header] = {}
+
+    def read_values(self, section: str) -> Sequence[Mapping[str, Any]]:
+        """See `Catalog`."""
+        return self.manifest.values.get(section, ())
 
     def check_sizes(self) -> None:
         """Check that all files exist with the sizes that the manifest lists; `CorruptError` if not."""

@@ -23,7 +23,6 @@ from fsdp2._torch.checkpoint import (
 )
 from fsdp2.checkpoint.formats.unpickling import Made, Named, NotPlain, unpickle
 from fsdp2.checkpoint.io.pieces import StoredPiece
-from fsdp2.checkpoint.io.reading import Window
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.schema.header import MAX_DIMS
 from fsdp2.checkpoint.storage.base import Reader
@@ -31,12 +30,13 @@ from fsdp2.errors import CorruptError, UnsupportedError
 from fsdp2.layout import strides
 from fsdp2.placement.box import Box
 
-__all__ = ["LEGACY", "START", "TensorInFile", "read_torch_file"]
+__all__ = ["LEGACY", "START", "TensorInFile", "Window", "read_torch_file"]
 
 EDGE = 4096  # bytes at either end of an archive, which hold nearly everything but the tensors
 MAX_READ = 1 << 28  # bytes of anything but tensors: the pickle, the directory of the archive
 MAX_DIRECTORY = 1 << 25  # bytes of the archive's directory: its entries take about ten times the memory
 MAX_PIECES = 1 << 18
+MAX_LINE = 1 << 16
 
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # how files of torch before 1.6 begin
 START = b"PK\3\4"
@@ -150,6 +150,65 @@ def read_torch_file(reader: Reader, path: str, start: int = 0, length: int | Non
         raise CorruptError(
             f"{where}: not a file of torch.save (since 1.6), or damaged ({type(error).__name__}: {error})"
         ) from error
+
+
+class Window:
+    """A part of a file as the file object that `zipfile` and `pickle` need. It is read block by block, as far as it is
+    asked for: few requests to a remote storage, and a file may consist mostly of holes.
+
+    Args:
+        block: the bytes of a request.
+
+    Attributes:
+        limit: the most bytes that one read may take.
+    """
+
+    def __init__(self, reader: Reader, path: str, start: int, length: int, block: int, limit: int):
+        self.path, self.start, self.length, self.limit = path, start, length, limit
+        self._reader = reader
+        self._size = block
+        self._at = self._low = 0
+        self._block = b""
+
+    def seekable(self) -> bool:
+        """`zipfile` calls this."""
+        return True
+
+    def tell(self) -> int:
+        """The position of the next read."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Set the position of the next read."""
+        self._at = offset + (0, self._at, self.length)[whence]
+        if self._at < 0:
+            raise ValueError("a position before the beginning")
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        """The next bytes; fewer at the end."""
+        at = self._at - self._low
+        if at < 0 or count < 0 or at + count > len(self._block):
+            left = max(self.length - self._at, 0)
+            count = left if count < 0 else min(count, left)
+            if count > self.limit:
+                raise CorruptError(f"{self.path}: claims {count} bytes beside its tensors, more than is possible")
+            self._low = min(self._at, max(self.length - self._size, 0))  # at the end all of the last block
+            at = self._at - self._low
+            content = bytearray(min(max(at + count, self._size), self.length - self._low))
+            self._reader.read_into(self.start + self._low, memoryview(content))
+            self._block = bytes(content)
+        self._at += count
+        return self._block[at : at + count]
+
+    def readline(self) -> bytes:
+        """The next bytes up to an end of line."""
+        line = bytearray()
+        while not line.endswith(b"\n") and (byte := self.read(1)):
+            line += byte
+            if len(line) > MAX_LINE:
+                raise ValueError("a long name")
+        return bytes(line)
 
 
 class _Archive:

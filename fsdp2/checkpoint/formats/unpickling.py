@@ -1,10 +1,10 @@
 """Read a pickle without executing it. Pure: bytes in, plain data out.
 
 A pickle is a program. Run as it is, it gives the author of a checkpoint control over the reader's machine. Here the
-standard library's reader runs it with inert parts: it builds plain data (numbers, strings, lists, dicts, ...), and
-where a pickle asks for a class or a function, the result contains a `Made`, a note of the name and the arguments:
-nothing is imported and nothing is called. The caller handles the few notes that it understands. Supports versions 2 to
-5 of pickle, as `torch.save` and DCP write them.
+standard library's reader runs it with an inert `find_class`: it builds plain data (numbers, strings, lists, dicts), and
+where a pickle asks for a class or a function, the result contains a `Made`, a note of the name and the arguments.
+Nothing is imported or called. Memory is bounded by the size of the file. Versions 2 to 5 of pickle, as `torch.save` and
+DCP write them.
 """
 
 import pickle
@@ -21,13 +21,9 @@ __all__ = ["Made", "Maker", "Named", "NotPlain", "plain", "shown", "unpickle"]
 Maker = Callable[[tuple[Any, ...]], Any]
 
 MAX_DEPTH = 64
-MAX_CONTAINERS = 200_000
-MAX_LEAVES = 20_000_000
+MAX_ITEMS = 20_000_000
 MAX_INT_BYTES = 512  # Python does not print longer ones
 MAX_NAME = 1000
-# Objects per byte: an empty list takes 64 times its code. Honest pickles build an object from every third byte.
-FREE_OBJECTS = 1 << 20
-BYTES_AN_OBJECT = 2
 
 
 class NotPlain(CorruptError):
@@ -108,17 +104,17 @@ def plain(value: Any, where: str) -> Any:
     Raises:
         NotPlain: it contains something else, or is nested too deeply, or too large.
     """
-    containers = leaves = 0
+    items = 0
 
     def copy(item: Any, depth: int) -> Any:
-        nonlocal containers, leaves
+        nonlocal items
         kind = type(item)
         if kind in _LEAVES:
             return item
         if kind not in (list, tuple, dict):
             raise NotPlain(f"{where}: expected numbers, strings, lists, tuples and dicts, got {shown(item)}")
-        containers, leaves = containers + 1, leaves + len(item)
-        if depth > MAX_DEPTH or containers > MAX_CONTAINERS or leaves > MAX_LEAVES:
+        items += 100 + len(item)  # a container takes as much memory as many numbers
+        if depth > MAX_DEPTH or items > MAX_ITEMS:
             raise NotPlain(f"{where}: plain data nested too deeply, or too much of them")
         if kind is dict:
             return {key: copy(one, depth + 1) for key, one in item.items()}
@@ -144,15 +140,13 @@ def _is_key(value: Any) -> bool:
     """Whether a value may be a key of a dict. Hashing it must be fast; hashing nested tuples may never end."""
     if type(value) is tuple:
         return len(value) <= 16 and all(type(item) in (bool, int, str) for item in value)
-    return value is None or type(value) in (bool, int, float, str, bytes) or isinstance(value, (Made, Named))
+    return type(value) in _LEAVES or isinstance(value, (Made, Named))
 
 
-def _pairs(args: tuple[Any, ...]) -> dict[Any, Any]:
-    """``OrderedDict()``, or ``OrderedDict([[key, value], ...])`` in old files."""
-    pairs = args[0] if args else []
-    if type(pairs) not in (list, tuple) or not all(len(pair) == 2 and _is_key(pair[0]) for pair in pairs):
-        raise ValueError("an OrderedDict of no pairs")
-    return {key: value for key, value in pairs}  # noqa: C416 (dict() would take any iterable)
+def _empty(args: tuple[Any, ...]) -> dict[Any, Any]:
+    if args and args != ([],):
+        raise ValueError("a dict made of something")
+    return {}
 
 
 def _size(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -164,9 +158,9 @@ def _size(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 # Classes whose objects are plain data here, and the function that old pickles use for bytes.
 _PLAIN: dict[str, Maker] = {
-    "collections.OrderedDict": _pairs,
+    "collections.OrderedDict": _empty,
     "collections.defaultdict": lambda args: {},
-    "builtins.dict": lambda args: {},
+    "builtins.dict": _empty,
     "builtins.list": lambda args: [],
     "builtins.set": lambda args: list(args[0]) if args and type(args[0]) is list else [],
     "torch.Size": _size,
@@ -175,8 +169,8 @@ _PLAIN: dict[str, Maker] = {
 
 
 class _Reader(_Unpickler):
-    """The standard library's reader, in Python, with those operations replaced that would import, call or hash what a
-    file names."""
+    """The standard library's reader, with those operations replaced that would import, call or hash what a file
+    names."""
 
     stack: list[Any]
 
@@ -189,12 +183,9 @@ class _Reader(_Unpickler):
         makers: Mapping[str, Maker],
     ):
         super().__init__(file)
-        self._file = file
-        self._where = where
-        self._allowed = allowed
-        self._persistent = persistent
+        self._file, self._where, self._allowed, self._persistent = file, where, allowed, persistent
         self._makers = makers
-        self._made = self._copied = 0
+        self._copied = 0
 
     def find_class(self, module: str, name: str) -> Any:
         """The note of a class or function."""
@@ -221,19 +212,11 @@ class _Reader(_Unpickler):
             raise ValueError("a call of what was not named")
         simple = self._makers.get(maker.kind)
         if simple is not None:
-            self._copied += sum(len(arg) for arg in args if type(arg) in (str, bytes, list, tuple, dict))
             # Honest pickles use each argument once, and need no more than their length.
+            self._copied += sum(len(arg) for arg in args if type(arg) in (str, bytes, list, tuple, dict))
             if self._copied > 4 * self._file.tell() + (1 << 16):
                 raise ValueError("much more content than it has bytes")
         self.stack[-2:] = [Made(maker.kind, args) if simple is None else simple(args)]
-
-    def count(self) -> None:
-        """Count an object, or an entry of the memo."""
-        self._made += 1
-        if self._made > FREE_OBJECTS and self._made > FREE_OBJECTS + self._file.tell() // BYTES_AN_OBJECT:
-            raise CorruptError(
-                f"{self._where}: {self._made} objects in {self._file.tell()} bytes, more than is possible"
-            )
 
     def build(self) -> None:
         """Set the state of the object on top; attributes of a dict's subclass are dropped."""
@@ -251,7 +234,7 @@ class _Reader(_Unpickler):
 
     def set_item(self) -> None:
         """Likewise, one entry."""
-        items = self.stack[-2:]
+        items = [*self.stack[-2:]]
         del self.stack[-2:]
         self.set_items(items)
 
@@ -277,15 +260,3 @@ _Reader.dispatch = {getattr(pickle, name)[0]: _theirs[getattr(pickle, name)[0]] 
     pickle.NEWOBJ_EX[0]: lambda self: self.make(1),
     pickle.BUILD[0]: _Reader.build,
 }
-
-
-def _counted(operation: Callable[[Any], None]) -> Callable[[Any], None]:
-    def run(reader: _Reader) -> None:
-        reader.count()
-        operation(reader)
-
-    return run
-
-
-for _code in b"()]}tRqrbc\x81\x85\x86\x87\x8f\x91\x92\x93\x94":  # those that make an object, or an entry of the memo
-    _Reader.dispatch[_code] = _counted(_Reader.dispatch[_code])

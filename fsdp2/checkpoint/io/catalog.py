@@ -2,13 +2,13 @@
 Layer: checkpoint.
 
 The reader of each format returns a `Catalog`: `native.py`, `huggingface.py`, `dcp.py`. Everything that reads (load,
-verify, describe, convert) works on catalogs.
+load_from_rank, verify, describe, convert) works on catalogs, and gets values through `Catalog.read`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,22 @@ from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CorruptError
 from fsdp2.placement.box import Box, Cover
 
-__all__ = ["Catalog"]
+__all__ = ["Catalog", "Part"]
+
+
+class Part(NamedTuple):
+    """A part of a stored tensor, and where it goes.
+
+    Attributes:
+        out: a tensor of the shape of `box`, to be filled.
+        what: for messages; else the name.
+    """
+
+    section: str
+    name: str
+    box: Box
+    out: torch.Tensor
+    what: str = ""
 
 
 @dataclass
@@ -31,10 +46,10 @@ class Catalog:
         step: number of steps done; None if unknown.
         tensors: section ("model", "optimizer") -> name -> dtype and shape.
         aliases: section -> another name of a tensor -> the name that is in `tensors`.
-        values: section -> values other than tensors, from each kind of rank (see `optimizer.py`, `state.py`).
         left_out: section ("" for none) -> what the folder has there, and this library cannot read -> why. Of values it
-            is known once `values` of the section was read.
+            is known once `values_of` the section was called.
         table: section -> name -> pieces, for formats in which they are all known from the start.
+        known_values: what `values_of` has returned.
     """
 
     storage: Storage
@@ -43,9 +58,9 @@ class Catalog:
     step: int | None = None
     tensors: dict[str, dict[str, StoredTensorInfo]] = field(default_factory=dict)
     aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    values: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
     table: dict[str, dict[str, list[StoredPiece]]] = field(default_factory=dict)
+    known_values: dict[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
     @cached_property
     def opened(self) -> OpenFiles:
@@ -57,6 +72,17 @@ class Catalog:
     def files(self) -> Iterable[str]:
         """The paths of the files that show whether two folders hold the same."""
         return {piece.path for tensors in self.table.values() for pieces in tensors.values() for piece in pieces}
+
+    def values_of(self, section: str) -> Sequence[Mapping[str, Any]]:
+        """Values other than tensors, from each kind of rank (see `optimizer.py`, `model.py`). Read at the first call,
+        so that a model can be loaded without its optimizer's state."""
+        if section not in self.known_values:
+            self.known_values[section] = self.read_values(section)
+        return self.known_values[section]
+
+    def read_values(self, section: str) -> Sequence[Mapping[str, Any]]:
+        """See `values_of`."""
+        return ()
 
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
         """The pieces that meet a part of a tensor. Opens only files that contain such pieces.
@@ -82,22 +108,19 @@ class Catalog:
         cover.check(f"{self.path}: {section} '{name}'")
         return [piece for piece, _ in met]
 
-    def requests(self, section: str, name: str, target: torch.Tensor, box: Box, what: str = "") -> list[Request]:
-        """What to `read` to fill `target` with a part of a tensor; see `covering`.
-
-        Args:
-            what: for messages; else the name.
-        """
-        return [Request(what or name, target, box, piece) for piece in self.covering(section, name, box)]
-
     def read(
         self,
-        requests: Sequence[Request],
+        parts: Iterable[Part],
         verify: bool = True,
         progress: Callable[[int], None] = lambda nbytes: None,
         num_threads: int = THREADS,
     ) -> None:
-        """Fill all targets; see `read_all`."""
+        """Fill all parts, once it is known that the files hold all of them; see `covering` and `read_all`."""
+        requests = [
+            Request(part.what or part.name, part.out, part.box, piece)
+            for part in parts
+            for piece in self.covering(part.section, part.name, part.box)
+        ]
         read_all(self.opened, requests, verify, progress, num_threads)
 
     def add(self, section: str, name: str, info: StoredTensorInfo, pieces: Iterable[StoredPiece]) -> None:

@@ -15,7 +15,7 @@ import torch
 from fsdp2.checkpoint.io.memory import bytes_of, is_plain_memory, new_buffer, part_of, uncollected, wait_for
 from fsdp2.checkpoint.io.pieces import StoredPiece, runs_within
 from fsdp2.checkpoint.io.workers import run_all
-from fsdp2.checkpoint.schema.checksum import BLOCK, WIDTH, checksum, crc32, text_of
+from fsdp2.checkpoint.schema.checksum import BLOCK, WIDTH, crc32, text_of
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.storage.base import Reader, Storage
 from fsdp2.disk.direct import memory_at
@@ -23,14 +23,13 @@ from fsdp2.errors import CorruptError
 from fsdp2.layout import strides
 from fsdp2.placement.box import Box, flat_range_within
 
-__all__ = ["BUFFER_BYTES", "THREADS", "OpenFiles", "PieceBytes", "Request", "Window", "read_all"]
+__all__ = ["BUFFER_BYTES", "THREADS", "OpenFiles", "PieceBytes", "Request", "read_all"]
 
 THREADS = 4
 BUFFER_BYTES = 4 * BLOCK  # per thread
 RUN = 16 * BLOCK  # bytes of one task, or of several small ones that one thread runs together
 TOGETHER = 16  # the most tasks run together: for small ones in a remote storage, most of the time is latency
 MAX_OPEN_FILES = 32
-MAX_LINE = 1 << 16
 
 
 @dataclass(slots=True)
@@ -149,65 +148,6 @@ class OpenFiles:
         self._files.clear()
 
 
-class Window:
-    """A part of a file as the file object that `zipfile` and `pickle` need. It is read block by block, as far as it is
-    asked for: few requests to a remote storage, and a file may consist mostly of holes.
-
-    Args:
-        block: the bytes of a request.
-
-    Attributes:
-        limit: the most bytes that one read may take.
-    """
-
-    def __init__(self, reader: Reader, path: str, start: int, length: int, block: int, limit: int):
-        self.path, self.start, self.length, self.limit = path, start, length, limit
-        self._reader = reader
-        self._size = block
-        self._at = self._low = 0
-        self._block = b""
-
-    def seekable(self) -> bool:
-        """`zipfile` calls this."""
-        return True
-
-    def tell(self) -> int:
-        """The position of the next read."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Set the position of the next read."""
-        self._at = offset + (0, self._at, self.length)[whence]
-        if self._at < 0:
-            raise ValueError("a position before the beginning")
-        return self._at
-
-    def read(self, count: int = -1) -> bytes:
-        """The next bytes; fewer at the end."""
-        at = self._at - self._low
-        if at < 0 or count < 0 or at + count > len(self._block):
-            left = max(self.length - self._at, 0)
-            count = left if count < 0 else min(count, left)
-            if count > self.limit:
-                raise CorruptError(f"{self.path}: claims {count} bytes beside its tensors, more than is possible")
-            self._low = min(self._at, max(self.length - self._size, 0))  # at the end all of the last block
-            at = self._at - self._low
-            content = bytearray(min(max(at + count, self._size), self.length - self._low))
-            self._reader.read_into(self.start + self._low, memoryview(content))
-            self._block = bytes(content)
-        self._at += count
-        return self._block[at : at + count]
-
-    def readline(self) -> bytes:
-        """The next bytes up to an end of line."""
-        line = bytearray()
-        while not line.endswith(b"\n") and (byte := self.read(1)):
-            line += byte
-            if len(line) > MAX_LINE:
-                raise ValueError("a long name")
-        return bytes(line)
-
-
 @dataclass(slots=True)
 class PieceBytes:
     """The row-major bytes of a piece's values, wherever they are in its file.
@@ -250,51 +190,32 @@ class PieceBytes:
             return
         # This runs thousands of times per GB: what is the same for all chunks is looked up once.
         place, chunk, read_into = self._place(), reader.chunk, reader.read_into
-        if place is None or chunk > BLOCK:
-            self._read_blocks(reader, start, into)
-            return
-        for low in range(0, into.nbytes, BLOCK):
-            high, crc = min(low + BLOCK, into.nbytes), 0
-            for at in range(low, high, chunk):
-                part = into[at : min(at + chunk, high)]
-                read_into(place + start + at, part)
-                crc = crc32(part, crc)
-            self._check(start + low, start + high, text_of(crc))
+        step = max(chunk, BLOCK)
+        for low in range(0, into.nbytes, step):
+            if place is None or chunk > BLOCK:  # a request for bytes is expensive, or they are not contiguous
+                self.fetch(reader, start + low, into[low : low + step])
+            for first in range(low, min(low + step, into.nbytes), BLOCK):
+                block, crc = into[first : first + BLOCK], 0
+                if place is None or chunk > BLOCK:
+                    crc = crc32(block)
+                else:
+                    for at in range(0, block.nbytes, chunk):
+                        part = block[at : at + chunk]
+                        read_into(place + start + first + at, part)
+                        crc = crc32(part, crc)
+                self._check(start + first, block.nbytes, text_of(crc))
 
-    def _read_blocks(self, reader: Reader, start: int, into: memoryview) -> None:
-        """The same where a request for bytes is expensive, or they are not contiguous."""
-        step = max(reader.chunk, BLOCK)
-        for at in range(0, into.nbytes, step):
-            part = into[at : at + step]
-            self.fetch(reader, start + at, part)
-            for first, last, found, _ in self.bad_blocks(start + at, part):
-                self._check(first, last, found)
-
-    def _check(self, first: int, last: int, found: str) -> None:
+    def _check(self, first: int, nbytes: int, found: str) -> None:
         """Compare the checksum of a block with the stored one."""
-        expected = self._sum_at(first)
+        number = first // BLOCK
+        expected = self.piece.sums[number * WIDTH : (number + 1) * WIDTH]
         if found != expected:
             box = self.piece.box
             raise CorruptError(
-                f"{self.piece.path}: '{self.name}' is damaged: bytes {first}..{last} of its part "
+                f"{self.piece.path}: '{self.name}' is damaged: bytes {first}..{first + nbytes} of its part "
                 f"{list(box.start)}..{list(box.end)} have checksum {found}, expected {expected}. Load an earlier "
                 "checkpoint; python -m fsdp2.checkpoint verify lists all damage."
             )
-
-    def _sum_at(self, start: int) -> str:
-        """The stored checksum of the block that begins at `start`."""
-        number = start // BLOCK
-        return self.piece.sums[number * WIDTH : (number + 1) * WIDTH]
-
-    def bad_blocks(self, start: int, data: memoryview) -> Iterator[tuple[int, int, str, str]]:
-        """(first byte, end, checksum, stored checksum) of each damaged block in `data`, which are whole blocks that
-        begin at `start`."""
-        for at in range(0, data.nbytes, BLOCK):
-            block = data[at : at + BLOCK]
-            expected = self._sum_at(start + at)
-            found = checksum(block)
-            if found != expected:
-                yield start + at, start + at + block.nbytes, found, expected
 
 
 @dataclass(slots=True)
@@ -303,7 +224,7 @@ class _Lot:
     it."""
 
     path: str
-    tasks: list["_Direct | _Copied"]
+    tasks: list["_Task"]
 
     def run(self, files: OpenFiles) -> int:
         """Run all. Returns the number of bytes that were filled."""
@@ -312,64 +233,25 @@ class _Lot:
 
 
 @dataclass(slots=True)
-class _Direct:
-    """Bytes that are read directly into memory.
+class _Task:
+    """Bytes ``first..last`` of a source, for a part of its tensor.
 
     Attributes:
-        start: where they begin in the source.
-        into: the destination.
-    """
-
-    source: PieceBytes
-    start: int
-    into: memoryview
-
-    @property
-    def place(self) -> tuple[str, int, int]:
-        """(file, piece, byte), as a sort key that brings neighbours in a file together."""
-        return self.source.piece.path, self.source.piece.offset, self.start
-
-    @property
-    def nbytes(self) -> int:
-        return self.into.nbytes
-
-    def run(self, reader: Reader, buffers: _Buffers) -> int:
-        """Read whole blocks directly into place, and partial blocks at the ends through the buffer."""
-        source, at, end = self.source, self.start, self.start + self.nbytes
-        last = end if end == source.nbytes or not source.verify else end // BLOCK * BLOCK  # end of the direct part
-        while at < end:
-            low = at // BLOCK * BLOCK
-            if at < last and (at == low or not source.verify):
-                stop = last
-                source.read(reader, at, self.into[at - self.start : stop - self.start])
-            else:
-                high = min(low + BLOCK, source.nbytes)
-                stop = min(high, end)
-                scratch = bytes_of(buffers.get(high - low, torch.device("cpu")))
-                source.read(reader, low, scratch)
-                self.into[at - self.start : stop - self.start] = scratch[at - low : stop - low]
-            at = stop
-        return self.nbytes
-
-
-@dataclass(slots=True)
-class _Copied:
-    """A box whose elements are copied out of the buffer: only some columns of its rows are wanted, or it has another
-    dtype or device.
-
-    Attributes:
-        box: the part of the whole tensor.
-        first, last: the range of the source's bytes from its first to its last element, or the whole blocks around it.
+        into: where they go, if they are contiguous here as in the file.
+        box: otherwise, what is copied out of the buffer (some columns of the rows, another dtype or device); then the
+            range fits into the buffer, and consists of whole blocks.
     """
 
     source: PieceBytes
     request: Request
-    box: Box
     first: int
     last: int
+    into: memoryview | None = None
+    box: Box | None = None
 
     @property
     def place(self) -> tuple[str, int, int]:
+        """(file, piece, byte), as a sort key that brings neighbours in a file together."""
         return self.source.piece.path, self.source.piece.offset, self.first
 
     @property
@@ -377,16 +259,18 @@ class _Copied:
         return self.last - self.first
 
     def run(self, reader: Reader, buffers: _Buffers) -> int:
-        """Read the range, then copy the box out of it. Both fit into the buffer."""
+        """Read. Returns the number of bytes that were filled."""
+        if self.into is not None:
+            self._read_into(self.into, reader, buffers)
+            return self.nbytes
+        assert self.box is not None
         target, piece = self.request.target, self.source.piece
         if target.device.index is not None:  # a thread begins with the first device, and events make a context there
             torch.accelerator.set_device_index(target.device.index)
-        buffer = buffers.get(self.last - self.first, target.device)
-        data = bytes_of(buffer)
-        self.source.read(reader, self.first, data)
-        within, steps = self.box.within(piece.box), strides(piece.box.shape)
-        begin = sum(at * step for at, step in zip(within.start, steps, strict=True))
-        begin -= self.first // ITEMSIZES[piece.dtype]
+        buffer = buffers.get(self.nbytes, target.device)
+        self.source.read(reader, self.first, bytes_of(buffer))
+        steps = strides(piece.box.shape)
+        begin = _offset(self.box.within(piece.box).start, steps) - self.first // ITEMSIZES[piece.dtype]
         values = buffer.view(DTYPES[piece.dtype]).as_strided(self.box.shape, steps, begin)
         part_of(target, self.box.within(self.request.box)).copy_(values)
         # On an accelerator the last copy may still be running on this thread's stream (a target with gaps, another
@@ -394,8 +278,25 @@ class _Copied:
         wait_for({target.device})
         return self.box.numel * target.element_size()
 
+    def _read_into(self, into: memoryview, reader: Reader, buffers: _Buffers) -> None:
+        """Read whole blocks directly into place, and partial blocks at the ends through the buffer."""
+        source, at, end = self.source, self.first, self.last
+        last = end if end == source.nbytes or not source.verify else end // BLOCK * BLOCK  # end of the direct part
+        while at < end:
+            low = at // BLOCK * BLOCK
+            if at < last and (at == low or not source.verify):
+                stop = last
+                source.read(reader, at, into[at - self.first : stop - self.first])
+            else:
+                high = min(low + BLOCK, source.nbytes)
+                stop = min(high, end)
+                scratch = bytes_of(buffers.get(high - low, torch.device("cpu")))
+                source.read(reader, low, scratch)
+                into[at - self.first : stop - self.first] = scratch[at - low : stop - low]
+            at = stop
 
-def _tasks(request: Request, verify: bool) -> Iterator[_Direct | _Copied]:
+
+def _tasks(request: Request, verify: bool) -> Iterator[_Task]:
     """The work for one request, in parts that several threads can share."""
     piece, target = request.piece, request.target
     box = request.box.intersect(piece.box)
@@ -404,33 +305,31 @@ def _tasks(request: Request, verify: bool) -> Iterator[_Direct | _Copied]:
     source = PieceBytes(request.name, piece, verify and bool(piece.sums))
     there, here = flat_range_within(box, request.box), flat_range_within(box, piece.box)
     if there is None or here is None or target.dtype != DTYPES[piece.dtype] or not is_plain_memory(target):
-        for part in _split(box, piece, source.verify):
-            yield _Copied(source, request, part, *_span(part, piece, source.verify))
+        for part in box.split_until(lambda part: _length(_span(part, piece, source.verify)) <= BUFFER_BYTES):
+            yield _Task(source, request, *_span(part, piece, source.verify), box=part)
         return
     itemsize = target.element_size()
     start, end = here[0] * itemsize, here[1] * itemsize
     memory = memory_at(target.data_ptr() + there[0] * itemsize, end - start)
     for at in range(start // RUN * RUN, end, RUN):
         low, high = max(at, start), min(at + RUN, end)
-        yield _Direct(source, low, memory[low - start : high - start])
+        yield _Task(source, request, low, high, into=memory[low - start : high - start])
 
 
 def _span(box: Box, piece: StoredPiece, verify: bool) -> tuple[int, int]:
     """The range of the piece's bytes from the first to the last one that a box needs."""
     itemsize = ITEMSIZES[piece.dtype]
     within, steps = box.within(piece.box), strides(piece.box.shape)
-    first = sum(at * step for at, step in zip(within.start, steps, strict=True)) * itemsize
-    last = sum((end - 1) * step for end, step in zip(within.end, steps, strict=True)) * itemsize + itemsize
+    first = _offset(within.start, steps) * itemsize
+    last = _offset([end - 1 for end in within.end], steps) * itemsize + itemsize
     if verify:
         first, last = first // BLOCK * BLOCK, -(-last // BLOCK) * BLOCK
     return first, min(last, piece.box.numel * itemsize)
 
 
-def _split(box: Box, piece: StoredPiece, verify: bool) -> Iterator[Box]:
-    """The box in parts; the bytes to read for each fit into the buffer."""
+def _length(span: tuple[int, int]) -> int:
+    return span[1] - span[0]
 
-    def fits(part: Box) -> bool:
-        first, last = _span(part, piece, verify)
-        return last - first <= BUFFER_BYTES
 
-    return box.split_until(fits)
+def _offset(at: Sequence[int], steps: Sequence[int]) -> int:
+    return sum(index * step for index, step in zip(at, steps, strict=True))

@@ -22,18 +22,8 @@ __all__ = ["Source", "Sources", "concatenated", "source_of", "stacked", "stored"
 MOST_SHOWN = 8  # sources listed in an error: a model may have hundreds of experts
 
 
-@dataclass(slots=True)
-class Wanted:
-    """A part of a stored tensor, and where it goes.
-
-    Attributes:
-        target: a view of the destination, of the shape of `box`.
-        box: which part of the stored tensor.
-    """
-
-    name: str
-    target: torch.Tensor
-    box: Box
+# A part of a stored tensor and where it goes: (name, a view of the destination, which part).
+Wanted = tuple[str, torch.Tensor, Box]
 
 
 class Source(ABC):
@@ -176,7 +166,7 @@ class _Stored(Source):
 
     def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
         if box.numel:
-            yield Wanted(self.name, target, box)
+            yield self.name, target, box
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ from fsdp2.checkpoint.run.folders import discard_left_over, left_overs
 from fsdp2.checkpoint.run.retention import checkpoints, prune, superseded
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.checkpoint.tools import screen
-from fsdp2.checkpoint.tools.converting import convert
+from fsdp2.checkpoint.tools.converting import LAYOUTS, convert
 from fsdp2.checkpoint.tools.describing import Description, describe
 from fsdp2.checkpoint.tools.inspection import Report, find_damage, verify
-from fsdp2.checkpoint.tools.rewriting import LAYOUTS
 from fsdp2.errors import ArgumentError, CorruptError, FSDPError
 
 __all__ = ["main"]

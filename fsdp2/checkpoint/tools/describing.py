@@ -1,6 +1,6 @@
 """The content of a checkpoint of any supported format, without reading its values. Layer: checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -8,10 +8,11 @@ from typing import Any
 
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
+from fsdp2.checkpoint.io.pieces import StoredTensorInfo
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
-from fsdp2.checkpoint.schema.manifest import MANIFEST, Manifest
-from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
+from fsdp2.checkpoint.schema.manifest import MANIFEST
+from fsdp2.checkpoint.storage.base import Folder, storage_of
 from fsdp2.errors import CheckpointError
 from fsdp2.placement.box import whole
 
@@ -99,14 +100,14 @@ def describe(folder: Folder) -> Description:
     try:
         tensors = tuple(_entry(catalog, section, name) for section, infos in catalog.tensors.items() for name in infos)
         with suppress(CheckpointError):  # damaged values are for `verify`
-            catalog.values.get("model")
+            catalog.values_of("model")
         found = Description(catalog.path, catalog.kind, catalog.step, tensors, left_out=catalog.left_out_texts())
     finally:
         catalog.close()
     if not isinstance(catalog, NativeCatalog):
         return found
     manifest = catalog.manifest
-    kinds = {str(table["kind"]) for table in manifest.values["optimizer"] if table.get("kind")}
+    kinds = {str(table["kind"]) for table in catalog.values_of("optimizer") if table.get("kind")}
     shares = {key: sum(len(share["ranks"]) for share in own) for key, own in manifest.extra.items()}
     return replace(
         found,
@@ -117,26 +118,27 @@ def describe(folder: Folder) -> Description:
         files={name: size for name, (size, _) in manifest.files.items()},
         optimizer=", ".join(sorted(kinds)),
         extra={key: (ranks, len(manifest.extra[key])) for key, ranks in shares.items()},
-        strays=tuple(stray_files(storage, catalog.path, manifest)),
+        strays=tuple(stray_files(catalog)),
         about=manifest.about,
     )
 
 
-def stray_files(storage: Storage, path: str, manifest: Manifest) -> list[str]:
+def stray_files(catalog: NativeCatalog) -> list[str]:
     """Names in the folder of a checkpoint that its manifest does not list."""
-    return [name for name in storage.names(path) if name != MANIFEST and name not in manifest.files]
+    names = catalog.storage.names(catalog.path)
+    return [name for name in names if name != MANIFEST and name not in catalog.manifest.files]
 
 
-def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
+def tensor_nbytes(info: StoredTensorInfo) -> int:
     """Bytes of a tensor."""
-    return prod(shape) * ITEMSIZES[dtype]
+    return prod(info.shape) * ITEMSIZES[info.dtype]
 
 
 def _entry(catalog: Catalog, section: str, name: str) -> TensorEntry:
     info = catalog.tensors[section][name]
     if isinstance(catalog, NativeCatalog):  # whose files may be missing
-        parts = len(list(catalog.manifest.records[section][name].tiling.owners(whole(info.shape))))
+        parts = len(catalog.manifest.records[section][name].tiling.owners(whole(info.shape)))
     else:
         parts = len(list(catalog.pieces(section, name, whole(info.shape))))
     aliases = tuple(alias for alias, stored in catalog.aliases.get(section, {}).items() if stored == name)
-    return TensorEntry(section, name, info.dtype, info.shape, tensor_nbytes(info.dtype, info.shape), parts, aliases)
+    return TensorEntry(section, name, info.dtype, info.shape, tensor_nbytes(info), parts, aliases)

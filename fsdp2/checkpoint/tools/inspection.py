@@ -4,6 +4,7 @@ Damage is looked for where a load would find it, with the same code, so that wha
 manifest, the files that it lists, their headers, that all parts of each tensor exist, the checksum of every block.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ from functools import partial
 
 import torch
 
-from fsdp2.checkpoint.formats.dcp import DcpCatalog
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.memory import bytes_of
@@ -130,17 +130,14 @@ def find_damage(folder: Folder, *, progress: Progress | None = None) -> Report:
 
 def _looked_at(storage: Storage, path: str, progress: Progress | None) -> tuple[Report, str | None]:
     """The report, and the id of the save that it describes."""
-    report = Report(path, "fsdp2")
     try:
         catalog = open_catalog(storage, path, files_are_there=False)
     except CorruptError as error:
         return Report(path, "damaged", [_damage_of(storage, path, error)]), None
-    report.folder, report.kind = catalog.path, catalog.kind
     try:
-        _Verification(catalog, report).run(progress)
+        return _Verification(catalog).run(progress), catalog.manifest.id if isinstance(catalog, NativeCatalog) else None
     finally:
         catalog.close()
-    return report, catalog.manifest.id if isinstance(catalog, NativeCatalog) else None
 
 
 class _Verification:
@@ -150,42 +147,40 @@ class _Verification:
         lost: (file, what is wrong with it) -> the tensors that are lost because of it.
     """
 
-    def __init__(self, catalog: Catalog, report: Report):
+    def __init__(self, catalog: Catalog):
         self._catalog = catalog
-        self._report = report
+        self._report = Report(catalog.path, catalog.kind)
         self._native = catalog if isinstance(catalog, NativeCatalog) else None
         self._lost: dict[tuple[str, str], list[str]] = {}
 
-    def run(self, progress: Progress | None) -> None:
-        """Fill the report."""
+    def run(self, progress: Progress | None) -> Report:
+        """The report."""
+        report, catalog = self._report, self._catalog
         if self._native is not None:
-            self._check_files(self._native)
-        sizes = [
-            tensor_nbytes(info.dtype, info.shape) for infos in self._catalog.tensors.values() for info in infos.values()
-        ]
-        self._report.num_tensors = len(sizes)
-        meter = Meter(sum(sizes), progress)
+            report.num_files = len(self._native.manifest.files)
+            report.strays = stray_files(self._native)
+            for file in self._native.manifest.files:
+                with self._noting(""):
+                    (self._native.json_of if file.endswith(".json") else self._native.header_of)(file)
+        infos = [info for own in catalog.tensors.values() for info in own.values()]
+        report.num_tensors = len(infos)
+        meter = Meter(sum(map(tensor_nbytes, infos)), progress)
         blocks: list[Damage] = []
-        check = partial(_check, self._catalog.opened, meter)
         chunks = (
             (source, start, min(start + CHUNK_BYTES, source.nbytes))
             for source in self._sources()
             for start in range(0, source.nbytes, CHUNK_BYTES)
         )
-        for found in run_all(check, chunks, THREADS, "fsdp2-verify"):
+        for found in run_all(partial(_check, catalog.opened, meter), chunks, THREADS, "fsdp2-verify"):
             for damage in found:
                 _append(blocks, damage)
         meter.finish()
-        whole_files = [Damage(file, problem, tuple(names)) for (file, problem), names in self._lost.items()]
-        self._report.damage += whole_files + blocks
-
-    def _check_files(self, native: NativeCatalog) -> None:
-        """Check what can be checked without reading values."""
-        self._report.num_files = len(native.manifest.files)
-        self._report.strays = stray_files(native.storage, native.path, native.manifest)
-        for file in native.manifest.files:
-            with self._noting(""):
-                (native.json_of if file.endswith(".json") else native.header_of)(file)
+        for section in catalog.tensors:  # which finds what is left out
+            with self._noting(f"{section}'s values"), suppress(UnsupportedError):
+                catalog.values_of(section)
+        report.left_out = catalog.left_out_texts()
+        report.damage += [Damage(file, problem, tuple(names)) for (file, problem), names in self._lost.items()] + blocks
+        return report
 
     def _sources(self) -> Iterator[PieceBytes]:
         """All readable parts of all tensors; unreadable ones are noted, each by itself, so that one bad file does not
@@ -197,14 +192,6 @@ class _Verification:
                     self._report.checked_bytes += source.nbytes * source.verify
                     self._report.unchecked_bytes += source.nbytes * (not source.verify)
                     yield source
-        if isinstance(self._catalog, DcpCatalog):  # there, values that are not tensors have their own files
-            for name, error in self._catalog.damaged_items():
-                damage = _damage_of(self._catalog.storage, self._catalog.path, error)
-                self._lose(damage.file, damage.problem, f"'{name}'")
-        for section in self._catalog.values:  # which finds what is left out
-            with suppress(CheckpointError, UnsupportedError):
-                self._catalog.values[section]
-        self._report.left_out = self._catalog.left_out_texts()
 
     def _lookups(self) -> Iterator[tuple[str, Callable[[], Iterable[StoredPiece]]]]:
         """(label, what finds its pieces) of each part of a tensor, also of the extra state."""
@@ -230,12 +217,9 @@ class _Verification:
             yield
         except (CheckpointError, OSError) as error:
             damage = _damage_of(self._catalog.storage, self._catalog.path, error)
-            self._lose(damage.file, damage.problem, label)
-
-    def _lose(self, file: str, problem: str, label: str) -> None:
-        names = self._lost.setdefault((file, problem), [])
-        if label and label not in names[-1:]:
-            names.append(label)
+            names = self._lost.setdefault((damage.file, damage.problem), [])
+            if label and label not in names[-1:]:
+                names.append(label)
 
 
 def _check(files: OpenFiles, meter: Meter, chunk: tuple[PieceBytes, int, int]) -> list[Damage]:
@@ -246,29 +230,23 @@ def _check(files: OpenFiles, meter: Meter, chunk: tuple[PieceBytes, int, int]) -
 
 
 def _check_bytes(files: OpenFiles, source: PieceBytes, start: int, data: memoryview) -> Iterator[Damage]:
-    """What is wrong with the given blocks."""
+    """What is wrong with the given blocks, read as a load reads them."""
     try:
         with files.use(source.piece.path) as reader:
-            source.fetch(reader, start, data)
+            source.read(reader, start, data)
     except (CheckpointError, OSError) as error:
-        if data.nbytes > BLOCK:  # read each block separately: a bad sector only affects its own block
+        if data.nbytes > BLOCK:  # each block by itself
             for at in range(0, data.nbytes, BLOCK):
                 yield from _check_bytes(files, source, start + at, data[at : at + BLOCK])
-        else:
-            text = str(error).removeprefix(f"{source.piece.path}: ")
-            yield _damage(source, start, start + data.nbytes, f"cannot be read ({text})")
-        return
-    if source.verify:
-        for first, last, found, expected in source.bad_blocks(start, data):
-            yield _damage(source, first, last, f"checksum {found}, expected {expected}")
-
-
-def _damage(source: PieceBytes, first: int, last: int, problem: str) -> Damage:
-    piece = source.piece
-    runs = [*runs_within(piece.box, piece.container, ITEMSIZES[piece.dtype], first, last)]
-    span = (piece.offset + runs[0][0], piece.offset + sum(runs[-1]))
-    file = piece.path.replace("\\", "/").rsplit("/", 1)[-1]
-    return Damage(file, problem, (source.name,), span)
+            return
+        piece = source.piece
+        text = str(error).removeprefix(f"{piece.path}: ")
+        sums = re.search("checksum .*, expected [0-9a-f]*", text) if isinstance(error, CorruptError) else None
+        end = start + data.nbytes
+        runs = [*runs_within(piece.box, piece.container, ITEMSIZES[piece.dtype], start, end)]
+        span = (piece.offset + runs[0][0], piece.offset + sum(runs[-1]))
+        file = piece.path.replace("\\", "/").rsplit("/", 1)[-1]
+        yield Damage(file, sums[0] if sums else f"cannot be read ({text})", (source.name,), span)
 
 
 def _append(found: list[Damage], damage: Damage) -> None:
@@ -284,12 +262,11 @@ def _append(found: list[Damage], damage: Damage) -> None:
 
 def _damage_of(storage: Storage, path: str, error: Exception) -> Damage:
     """Damage from an error, whose message begins with the path of the file."""
-    text = str(error)
+    text, prefix = str(error), storage.join(path, "")
     for name in sorted([*storage.names(path), MANIFEST], key=len, reverse=True):
-        if text.startswith(prefix := f"{storage.join(path, name)}: "):
-            return Damage(name, text.removeprefix(prefix))
-    prefix = storage.join(path, "")
+        if text.startswith(start := f"{storage.join(path, name)}: "):
+            return Damage(name, text.removeprefix(start))
     if text.startswith(prefix) and ": " in text:
-        file, problem = text.removeprefix(prefix).split(": ", 1)
+        file, _, problem = text.removeprefix(prefix).partition(": ")
         return Damage(file, problem)
     return Damage("", text.removeprefix(f"{path}: "))

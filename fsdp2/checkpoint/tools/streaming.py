@@ -4,18 +4,16 @@ Shared by verify and convert: they process checkpoints that are larger than the 
 several threads, and report their progress.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from threading import Lock
 
 import torch
 
-from fsdp2.checkpoint.io.catalog import Catalog
-from fsdp2.checkpoint.io.reading import Request
 from fsdp2.checkpoint.schema.checksum import BLOCK
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.placement.box import Box, boxes_of_flat_range
 
-__all__ = ["CHUNK_BYTES", "Asking", "Meter", "Progress", "stored_blocks"]
+__all__ = ["CHUNK_BYTES", "Fill", "Meter", "Progress", "stored_blocks"]
 
 CHUNK_BYTES = 4 * BLOCK  # bytes of a tensor that a thread holds in memory
 
@@ -50,18 +48,15 @@ class Meter:
         self.add(self._total)
 
 
-# Given a view to fill, and which part of a tensor that is: what to read for it.
-Asking = Callable[[torch.Tensor, Box], Sequence[Request]]
+# Given a view to fill, and which part of a tensor that is: fills it.
+Fill = Callable[[torch.Tensor, Box], None]
 
 
-def stored_blocks(
-    catalog: Catalog, ask: Asking, verify: bool, box: Box, dtype: str, first: int, last: int
-) -> Iterator[tuple[memoryview, bool]]:
+def stored_blocks(fill: Fill, box: Box, dtype: str, first: int, last: int) -> Iterator[tuple[memoryview, bool]]:
     """Bytes ``first..last`` of a part of a stored tensor, row by row, in blocks, like `blocks_of` for tensors in
     memory. Any number of threads may call this.
 
     Args:
-        verify: check the blocks that are read.
         box: the part of the tensor.
         dtype: the dtype to convert the values to, by its name in safetensors.
 
@@ -74,8 +69,7 @@ def stored_blocks(
         flat, filled = torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[dtype]), 0
         for part in boxes_of_flat_range(box.shape, start // itemsize, (start + len(data)) // itemsize):
             place = Box(tuple(a + b for a, b in zip(part.start, box.start, strict=True)), part.shape)
-            target = flat[filled : filled + part.numel].view(part.shape)
-            catalog.read(ask(target, place), verify, num_threads=0)
+            fill(flat[filled : filled + part.numel].view(part.shape), place)
             filled += part.numel
         for at in range(0, len(data), BLOCK):
             # A caller that batches writes after each chunk.
