@@ -27,7 +27,7 @@ from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.ranks.agreement import Agreement, world_of
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.run.replacing import READS, not_replaced
-from fsdp2.checkpoint.state.optimizers import Optimizers
+from fsdp2.checkpoint.state.optimizer import Optimizers
 from fsdp2.checkpoint.state.sources import Sources
 from fsdp2.checkpoint.storage.base import Storage, storage_of
 from fsdp2.checkpoint.stored_extra import StoredExtra

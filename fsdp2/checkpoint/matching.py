@@ -17,8 +17,8 @@ from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.schema.tree import at_path, decode
 from fsdp2.checkpoint.state.model import State, entry_of, model_state, named_as_in, ranks_of, unwrapped, within
-from fsdp2.checkpoint.state.optimizer import OptimizerTarget, named_params
-from fsdp2.checkpoint.state.optimizers import ALONE, Optimizers, named_optimizers, tables_of
+from fsdp2.checkpoint.state.optimizer import ALONE, Optimizers, named_optimizers, named_params
+from fsdp2.checkpoint.state.optimizer_target import OptimizerTarget, tables_of
 from fsdp2.checkpoint.state.sources import Source, Sources, source_of
 from fsdp2.checkpoint.state.sources import stored as from_stored
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
@@ -150,10 +150,10 @@ class Matching:
         others: set[str] = set()
         left: set[str] = set()
         for table in self.catalog.values_of("optimizer"):
-            if isinstance(kinds := table.get("kinds"), dict):
-                others.update(str(name) for name in kinds if name not in asked)
-            else:
+            if ALONE in table["kinds"]:
                 left.update(fqn for group in table["groups"] for fqn in group["params"] if fqn not in held)
+            else:
+                others.update(str(name) for name in table["kinds"] if name not in asked)
         self.unexpected += [f"optimizer '{name}'" for name in sorted(others)]
         self.unexpected += [f"optimizer state of '{fqn}'" for fqn in sorted(left)]
 

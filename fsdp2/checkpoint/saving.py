@@ -51,7 +51,7 @@ from fsdp2.checkpoint.schema.checksum import crc32
 from fsdp2.checkpoint.schema.manifest import MANIFEST, table_of
 from fsdp2.checkpoint.state.extra import ExtraShare, claimed, extra_shares
 from fsdp2.checkpoint.state.model import State, model_state, unwrapped
-from fsdp2.checkpoint.state.optimizers import Optimizers, named_optimizers, optimizers_state
+from fsdp2.checkpoint.state.optimizer import Optimizers, named_optimizers, optimizers_state
 from fsdp2.checkpoint.storage.base import Storage, storage_of
 from fsdp2.errors import ArgumentError, CheckpointError
 from fsdp2.events import profiler_range

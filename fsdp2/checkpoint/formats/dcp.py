@@ -211,9 +211,10 @@ class DcpCatalog(Catalog):
         listed: dict[str, dict[str, Any]] = {}
         for fqn in {**options, **states}:
             chosen = {name: form for name, form in options.get(fqn, {}).items() if name not in NO_OPTIONS}
-            listed.setdefault(canonical(chosen), {"params": [], "options": chosen})["params"].append(fqn)
+            group = {"optimizer": "", "params": [], "options": chosen}
+            listed.setdefault(canonical(chosen), group)["params"].append(fqn)
         return {
-            "kind": "",
+            "kinds": {"": ""},
             "forms": [*kinds.values()],
             "states": {fqn: numbers[canonical(form)] for fqn, form in forms.items()},
             "groups": [*listed.values()],

@@ -107,7 +107,7 @@ def describe(folder: Folder) -> Description:
     if not isinstance(catalog, NativeCatalog):
         return found
     manifest = catalog.manifest
-    kinds = {str(table["kind"]) for table in catalog.values_of("optimizer") if table.get("kind")}
+    kinds = {str(kind): None for table in catalog.values_of("optimizer") for kind in table.get("kinds", {}).values()}
     shares = {key: sum(len(share["ranks"]) for share in own) for key, own in manifest.extra.items()}
     return replace(
         found,
@@ -116,7 +116,7 @@ def describe(folder: Folder) -> Description:
         layout=manifest.layout,
         checksum=manifest.checksum,
         files={name: size for name, (size, _) in manifest.files.items()},
-        optimizer=", ".join(sorted(kinds)),
+        optimizer=", ".join(kinds),
         extra={key: (ranks, len(manifest.extra[key])) for key, ranks in shares.items()},
         strays=tuple(stray_files(catalog)),
         about=manifest.about,

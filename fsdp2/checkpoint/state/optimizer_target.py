@@ -1,0 +1,330 @@
+"""The state of optimizers by FQN, as it is loaded; see `optimizer.py`. Layer: checkpoint."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fsdp2._torch import local_tensor, make_dtensor, make_spec
+from fsdp2._torch.shared import shard_dim, split_factor
+from fsdp2.checkpoint.io.pieces import StoredTensorInfo
+from fsdp2.checkpoint.ranks.world import Entry, World
+from fsdp2.checkpoint.schema.dtypes import DTYPES
+from fsdp2.checkpoint.schema.tree import at_path, canonical, decode
+from fsdp2.checkpoint.state.contents import Contents, contents_of, load_by_itself, loads_by_itself
+from fsdp2.checkpoint.state.model import checked, entry_of
+from fsdp2.checkpoint.state.optimizer import ALONE, NO_OPTIONS, check_table, kinds_of, state_entry
+from fsdp2.errors import CorruptError, MismatchError
+from fsdp2.layout import strides
+from fsdp2.placement.hooks import COUNTERS, registered
+from fsdp2.placement.tiling import tiling_from
+
+__all__ = ["OptimizerTarget", "tables_of"]
+
+# The stored tensors, by name.
+Stored = Mapping[str, StoredTensorInfo]
+
+# Options that select the rule by which the state is used. The states of Adam and AdamW have the same parts.
+RULES = ("decoupled_weight_decay",)
+# Options that schedulers add to the param groups.
+SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
+
+
+def tables_of(name: str, tables: Sequence[Mapping[str, Any]], params: set[str]) -> list[Mapping[str, Any]]:
+    """The parts of the stored tables that belong to one optimizer.
+
+    Args:
+        name: of the optimizer; "" for a single one, to which everything belongs.
+        params: FQNs of its parameters, which select its part of a table that a single optimizer saved.
+    """
+    found: list[Mapping[str, Any]] = []
+    for table in tables:
+        check_table(table)
+        groups, kinds, added = table["groups"], table["kinds"], table.get("added", {})
+        if name != ALONE and ALONE in kinds:  # several optimizers may have parts of one saved group
+            groups = [{**group, "params": [fqn for fqn in group["params"] if fqn in params]} for group in groups]
+            groups = [group for group in groups if group["params"]]
+        elif name != ALONE:
+            groups = [group for group in groups if group["optimizer"] == name]
+            kinds, added = ({name: each[name]} if name in each else {} for each in (kinds, added))
+        own = {fqn for group in groups for fqn in group["params"]}
+        states = {fqn: index for fqn, index in table["states"].items() if fqn in own or name == ALONE}
+        found.append({"kinds": kinds, "forms": table["forms"], "states": states, "groups": groups, "added": added})
+    return found
+
+
+def why_unfit(
+    optimizer: torch.optim.Optimizer,
+    saved: Iterable[str],
+    states: Iterable[tuple[Collection[str], Collection[str]]],
+    options: Sequence[Mapping[str, Any]],
+) -> str:
+    """Why a saved state does not fit the optimizer; "" if it does: by class names, the parts of the state, and options.
+
+    Args:
+        saved: the kinds of the optimizers that saved it; empty if unknown.
+        states: for each parameter, the parts of its current state (empty before the first step), and those of the saved
+            one.
+        options: the options of the saved param groups.
+    """
+    own, *bases = kinds_of(optimizer)
+    others, pairs = sorted({*saved} - {own}), [*states]
+    who = f"optimizer state of {', '.join(others) or 'another optimizer'}, and this is {own}"
+    fresh = "Leave optimizer= out to begin with a fresh state."
+    if [*saved] and not others:
+        return ""
+    for now, parts in pairs:
+        if others and now and {*now} != {*parts}:
+            return f"{who}: the saved one keeps {_list(parts)} of a parameter, this one has {_list(now)}. {fresh}"
+    for group in options:
+        names, here = {*group} - SCHEDULED, {*optimizer.defaults}
+        differ = names != here and not {*others} <= {*bases}
+        if not others:  # of an unknown kind; another version of torch, or the user, may have added options
+            differ = bool(names - here.union(*optimizer.param_groups) and here - names)
+        if differ:
+            return f"{who}: the saved one has the options {_list(names)}, this one has {_list(here)}. {fresh}"
+        for rule in RULES:
+            if group.get(rule) != optimizer.defaults.get(rule) and (others or rule in group):
+                what = [f"{rule}={each.get(rule)!r}" for each in (group, optimizer.defaults)]
+                return f"{who}: the saved one has {what[0]}, this one has {what[1]}. {fresh}"
+    of_torch = registered.optimizers.classes_of(optimizer)[0].__module__.startswith("torch.optim.")
+    if pairs and {*others} - {*bases} and not of_torch and not any(now for now, _ in pairs):
+        parts = _list({part for _, saved_parts in pairs for part in saved_parts})
+        return f"{who}, which has made no step yet, so whether it can use {parts} is not known. {fresh}"
+    return ""
+
+
+def _list(names: Iterable[object]) -> str:
+    return ", ".join(sorted(str(name)[:80] for name in [*names][:30])) or "nothing"
+
+
+@dataclass
+class OptimizerTarget:
+    """An optimizer to be filled. `prepare` determines which tensors are needed, the caller fills them, and `finish`
+    gives them to the optimizer, which is unchanged until then.
+
+    Attributes:
+        ranks: the ranks that have the model.
+        cast: new state has the dtype of its parameter, as after torch's `load_state_dict`.
+        missing: descriptions of what is here but not stored.
+        unexpected: descriptions of what is stored but not here.
+        unfit: why the state does not fit this kind of optimizer; "" if it does.
+    """
+
+    optimizer: torch.optim.Optimizer
+    names: dict[torch.Tensor, str]
+    world: World
+    ranks: tuple[int, ...]
+    cast: bool = False
+    entries: dict[str, Entry] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    unfit: str = ""
+    _states: dict[torch.Tensor, Any] = field(default_factory=dict)
+    _options: list[dict[str, Any]] = field(default_factory=list)
+    _fresh: list[torch.Tensor] = field(default_factory=list)
+    _added: dict[str, Any] = field(default_factory=dict)
+
+    def prepare(self, tables: Sequence[Mapping[str, Any]], stored: Stored) -> None:
+        """Determine everything that will be filled.
+
+        Args:
+            tables: the values from `optimizers_state`, of each kind of rank (pipeline stages differ).
+
+        Raises:
+            MismatchError: parameters of one group had different options.
+            CorruptError: a table does not have the structure that `optimizers_state` creates.
+        """
+        forms = {fqn: table["forms"][index] for table in tables for fqn, index in table["states"].items()}
+        saved = [[(group["params"], group["options"]) for group in table["groups"]] for table in tables]
+        options = {fqn: chosen for groups in saved for params, chosen in groups for fqn in params}
+        known = set(self.names.values())
+        self.missing = [f"optimizer state of '{fqn}'" for fqn in sorted(known - options.keys())]
+        self.unexpected = [f"optimizer state of '{fqn}'" for fqn in sorted(options.keys() - known)]
+        self._fresh = [param for param, fqn in self.names.items() if fqn in options and fqn not in forms]
+        for param, fqn in self.names.items():
+            if fqn in forms:
+                what = f"optimizer state of '{fqn}'"
+                self._states[param] = decode(forms[fqn], self._making(param, fqn, stored, options.get(fqn)), what)
+                if not isinstance(self._states[param], dict):
+                    raise CorruptError(f"{what} is not a dict")
+        kinds = {kind for table in tables for kind in table["kinds"].values()} - {""}
+        pairs = [(self._held.states.get(param) or (), state) for param, state in self._states.items()]
+        self.unfit = why_unfit(self.optimizer, kinds, pairs, [chosen for groups in saved for _, chosen in groups])
+        self._options = [self._options_of(group, options) for group in self.optimizer.param_groups]
+        self._ask_empty_groups(saved, known)
+        added = [[*table["added"].values()] for table in tables if table["added"]]
+        self._ask_added([{key: value for own in each for key, value in own.items()} for each in added])
+
+    def _options_of(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        found = [
+            (self.names[param], options[self.names[param]]) for param in group["params"] if self.names[param] in options
+        ]
+        for fqn, other in found[1:]:
+            if other is found[0][1]:  # same group when saved
+                continue
+            if canonical(dict(sorted(other.items()))) != canonical(dict(sorted(found[0][1].items()))):
+                raise MismatchError(
+                    f"optimizer: '{found[0][0]}' and '{fqn}' are in one param group here and were saved with different "
+                    f"options ({found[0][1]} and {other}). Make the param groups as they were."
+                )
+        return dict(found[0][1]) if found else {}
+
+    def _ask_empty_groups(self, saved: Sequence[Sequence[tuple[list[str], dict[str, Any]]]], known: set[str]) -> None:
+        """Find the options of groups without parameters (all frozen, or all on other pipeline stages). They cannot be
+        found by name: in order, they are the saved groups that have no parameter here.
+
+        Args:
+            saved: for each table, (parameters, options) of its groups.
+            known: the parameters that are here.
+        """
+        empty = [index for index, group in enumerate(self.optimizer.param_groups) if not group["params"]]
+        rest = [[options for params, options in groups if not known.intersection(params)] for groups in saved]
+        fitting = {canonical(found): found for found in rest if len(found) == len(empty)}
+        if len(fitting) == 1:
+            for index, options in zip(empty, *fitting.values(), strict=True):
+                self._options[index] = options
+        elif empty and any(not params for groups in saved for params, _ in groups):
+            self.missing += [
+                f"options of param group {index}, which has no parameters and so cannot be matched to a saved one"
+                for index in empty
+            ]
+
+    def _ask_added(self, stored: Sequence[Mapping[str, Any]]) -> None:
+        """Decide about what a state dict of the optimizer's own has added, on each kind of rank."""
+        name = type(self.optimizer).__qualname__
+        for form in stored:
+            if canonical(form) != canonical(stored[0]):
+                raise MismatchError(f"optimizer: {form} and {stored[0]} were added to its state by different ranks")
+        added = decode(stored[0], _scalar, "state_dict() of the optimizer") if stored else {}
+        if loads_by_itself(self.optimizer):
+            self._added = added
+        else:
+            self.unexpected += [f"optimizer '{key}', for which {name} has no place" for key in added]
+        self.missing += [f"optimizer '{key}' of {name}" for key in self._held.added if key not in added]
+
+    def _making(
+        self, param: torch.Tensor, fqn: str, stored: Stored, options: Mapping[str, Any] | None
+    ) -> Callable[[dict[str, Any]], Any]:
+        """A function that returns the tensor for a note: the existing one, or a new one.
+
+        Args:
+            options: the stored options of the parameter, which the optimizer will get.
+        """
+        like = entry_of(fqn, param, self.world, self.ranks)
+
+        def make(note: dict[str, Any]) -> Any:
+            path = str(note["$tensor"])
+            name = f"{path}.{fqn}"
+            if "value" in note:  # another library stored a number where torch has a 0-dim tensor
+                return _scalar(note)
+            info = stored.get(name)
+            if info is None:
+                raise CorruptError(f"the manifest names '{name}' but does not describe it")
+            tensor = at_path(self._held.states.get(param, {}), path)
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+                tensor = self._new(path, fqn, param, note.get("as"), info)
+            if name.startswith("step.") and not tensor.ndim and self._steps_on_device(param, options or {}):
+                tensor = tensor.to(param.device)
+            entry, _ = state_entry(name, tensor, like, self.world, self.ranks)
+            self.entries[name] = checked(entry)
+            return tensor
+
+        return make
+
+    def _new(self, path: str, fqn: str, param: torch.Tensor, form: Any, info: StoredTensorInfo) -> torch.Tensor:
+        """A new tensor to be filled, of the form that it had when it was saved, or of that of a matrix's owner."""
+        dtype, shape, name = DTYPES[info.dtype], info.shape, f"{path}.{fqn}"
+        if self.cast and self._is_cast(path, param, shape) and dtype.is_floating_point and param.is_floating_point():
+            dtype = param.dtype
+        if (owned := registered.optimizers.new_state(self.optimizer, param, path, shape, dtype)) is not None:
+            return owned
+        home = torch.device("cpu") if param in self._in_host_memory else None
+        if form == "local":
+            local = local_tensor(param) if isinstance(param, DTensor) else param
+            return torch.empty_like(local, dtype=dtype, device=home)
+        if form == "param" and tuple(param.shape) != shape:
+            raise MismatchError(
+                f"optimizer state '{name}': stored with shape {list(shape)}, the parameter has {list(param.shape)}"
+            )
+        if not isinstance(param, DTensor) or not shape:
+            if form == "param":
+                return torch.empty_like(param, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu" if name.startswith("step.") else param.device)
+        if form == "param":
+            local = torch.empty_like(local_tensor(param), dtype=dtype, device=home)
+            spec = make_spec(param.device_mesh, param.placements, param.shape, param.stride(), dtype)
+            return make_dtensor(local, spec)
+        mesh = param.device_mesh
+        names = form if isinstance(form, list) and len(form) == mesh.ndim else ["R"] * mesh.ndim
+        pairs = zip(names, param.placements, strict=True)
+        placements = [_placement_named(str(kind), len(shape), of_param) for kind, of_param in pairs]
+        spec = make_spec(mesh, placements, shape, strides(shape), dtype)
+        box = tiling_from(mesh, placements, shape, name).box_at(mesh.get_coordinate() or ())
+        return make_dtensor(torch.empty(box.shape, dtype=dtype, device=param.device), spec)
+
+    def _is_cast(self, path: str, param: torch.Tensor, shape: tuple[int, ...]) -> bool:
+        """Whether a new tensor gets the parameter's dtype; not counters, and not the factors of a matrix."""
+        if registered.optimizers.works_on_matrices(self.optimizer):
+            return shape == param.shape
+        return bool(shape) if param.ndim else path not in COUNTERS
+
+    @cached_property
+    def _held(self) -> Contents:
+        """What the optimizer holds now."""
+        return contents_of(self.optimizer)
+
+    @cached_property
+    def _in_host_memory(self) -> set[torch.Tensor]:
+        """The parameters whose state the device may have no room for."""
+        return registered.optimizers.in_host_memory(self.optimizer)
+
+    def _steps_on_device(self, param: torch.Tensor, options: Mapping[str, Any]) -> bool:
+        """Whether the optimizer will keep step counters on the parameter's device, as torch's do with `capturable` or
+        `fused`. Stored options take precedence over the current ones."""
+        group = self._groups.get(param, {})
+        return any(bool(options.get(key, group.get(key))) for key in ("capturable", "fused"))
+
+    @cached_property
+    def _groups(self) -> dict[torch.Tensor, Mapping[str, Any]]:
+        """The param group of each parameter."""
+        return {param: group for group in self.optimizer.param_groups for param in group["params"]}
+
+    def finish(self) -> None:
+        """Give the optimizer its state and options. A parameter that had no state when saved has none afterwards."""
+        chosen = [decode(options, _scalar, "optimizer options") for options in self._options]
+        for key in (key for options in chosen for key in options if key in NO_OPTIONS):
+            raise CorruptError(f"optimizer options: '{key}' is not an option")
+        if loads_by_itself(self.optimizer):
+            kept = {param: state for param, state in self._held.states.items() if param not in self._fresh}
+            load_by_itself(self.optimizer, kept | self._states, chosen, self._added)
+            return
+        for param in self._fresh:
+            self.optimizer.state.pop(param, None)
+        for param, state in self._states.items():
+            self.optimizer.state[param] = state
+        for group, options in zip(self.optimizer.param_groups, chosen, strict=True):
+            for key, value in options.items():
+                now = group.get(key)
+                if isinstance(now, torch.Tensor):
+                    now.fill_(value)
+                else:
+                    group[key] = value
+
+
+def _placement_named(kind: str, ndim: int, of_param: Placement) -> Placement:
+    """A placement by its name; on the parameter's dim, the parameter's: other axes may cut that too."""
+    if not kind[1:].isdecimal() or int(kind[1:]) >= ndim:
+        return Replicate()
+    dim = int(kind[1:])
+    return of_param if split_factor(of_param) is not None and shard_dim(of_param) == dim else Shard(dim)
+
+
+def _scalar(note: dict[str, Any]) -> torch.Tensor:
+    try:
+        return torch.tensor(decode(note["value"], _scalar, "optimizer options"), dtype=DTYPES[note["dtype"]])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CorruptError(f"optimizer options: not a scalar: {str(note)[:80]}") from error
