@@ -23,10 +23,10 @@ from fsdp2.checkpoint.io.memory import uncollected, wait_for
 from fsdp2.checkpoint.io.reading import THREADS
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.matching import Matching, Need
-from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.opening import not_replaced, open_catalog
 from fsdp2.checkpoint.ranks.agreement import Agreement, world_of
 from fsdp2.checkpoint.ranks.world import World
-from fsdp2.checkpoint.run.replacing import READS, not_replaced
+from fsdp2.checkpoint.run.folders import TRIES
 from fsdp2.checkpoint.state.optimizer import Optimizers
 from fsdp2.checkpoint.state.sources import Sources
 from fsdp2.checkpoint.storage.base import Storage, storage_of
@@ -113,7 +113,7 @@ def load(
     storage, path = storage_of(folder)
     world = world_of(process_group)
     how = _How(sources, strict, cast, verify)
-    for reads_left in reversed(range(READS)):
+    for reads_left in reversed(range(TRIES)):
         agreement = Agreement("load", world, process_group, timeout_s)
         try:
             return _load(storage, path, (model, optimizer, extra or {}), how, world, agreement)

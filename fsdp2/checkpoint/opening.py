@@ -1,18 +1,20 @@
-"""Detect the format of a folder. Layer: checkpoint."""
+"""Open a folder of any format, also while a save replaces it. Layer: checkpoint."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from fsdp2.checkpoint.formats.dcp import is_dcp, open_dcp
 from fsdp2.checkpoint.formats.huggingface import is_huggingface, open_huggingface
+from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
-from fsdp2.checkpoint.run.replacing import open_found
+from fsdp2.checkpoint.run.folders import id_at, manifest_at
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.base import Storage
-from fsdp2.errors import UnsupportedError
+from fsdp2.errors import CheckpointError, MismatchError, ReplacedError, UnsupportedError
 
-__all__ = ["checkpoints_in", "is_checkpoint", "open_catalog"]
+__all__ = ["checkpoints_in", "is_checkpoint", "not_replaced", "open_catalog"]
 
 DEEPSPEED_FILE = re.compile(r"zero_to_fp32\.py|.*_(model|optim)_states\.pt")
 
@@ -40,7 +42,7 @@ FOREIGN: list[tuple[Callable[[Storage, str], bool], Callable[[Storage, str], Cat
 
 
 def open_catalog(storage: Storage, path: str, files_are_there: bool = True) -> Catalog:
-    """The catalog of a folder.
+    """The catalog of a folder, which may be replaced at the same time.
 
     Args:
         files_are_there: False reads only the manifest of one of ours; files that it lists may be missing.
@@ -57,7 +59,35 @@ def open_catalog(storage: Storage, path: str, files_are_there: bool = True) -> C
             # A save may be between the two renames of a replacement: then look at the new folder.
             if is_there(storage, path) and MANIFEST not in storage.names(path):
                 return opened(storage, path)
-    return open_found(storage, path, files_are_there)
+    return NativeCatalog(storage, *manifest_at(storage, path, files_are_there))
+
+
+@contextmanager
+def not_replaced(storage: Storage, path: str, catalog: Catalog) -> Iterator[None]:
+    """Within this context a native checkpoint is read. Each file says by its header to which save it belongs (see
+    `native.py`), except for consolidated ones, so what replaces the folder meanwhile is noticed.
+
+    Raises:
+        ReplacedError: another save replaced it, or it was deleted.
+    """
+    try:
+        yield
+        if not isinstance(catalog, NativeCatalog) or catalog.manifest.layout == "ranks":
+            return
+        cause = None
+    except MismatchError:
+        raise
+    except (CheckpointError, OSError) as error:
+        if not isinstance(catalog, NativeCatalog) or isinstance(error, ReplacedError):
+            raise
+        cause = error
+    now = id_at(storage, path)
+    if now == catalog.manifest.id or (now is None and storage.kind(catalog.path) is not None):
+        if cause is not None:
+            raise cause
+        return
+    what = "was deleted" if now is None else f"was replaced by save {now}"
+    raise ReplacedError(f"{path}: {what} while it was read (save {catalog.manifest.id}); read it again") from cause
 
 
 def is_checkpoint(storage: Storage, path: str) -> bool:

@@ -17,10 +17,10 @@ from torch import nn
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.loading import Loaded, check_twins
 from fsdp2.checkpoint.matching import Matching, Need
-from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.opening import not_replaced, open_catalog
 from fsdp2.checkpoint.ranks.agreement import world_of
 from fsdp2.checkpoint.ranks.world import World
-from fsdp2.checkpoint.run.replacing import READS, not_replaced
+from fsdp2.checkpoint.run.folders import TRIES
 from fsdp2.checkpoint.state.sources import Sources
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.checkpoint.storage.local import LocalStorage
@@ -71,7 +71,7 @@ def load_from_rank(
     if not 0 <= rank < world.size:
         raise ArgumentError(f"load_from_rank: rank={rank}: expected a rank of the group, 0 to {world.size - 1}")
     ranks = _Ranks(world, process_group, rank)
-    for reads_left in reversed(range(READS)):
+    for reads_left in reversed(range(TRIES)):
         catalogs: list[Catalog] = []
         try:
             return _load(ranks, folder, model, Matching(_NOTHING, world, cast, sources), strict, catalogs)

@@ -18,14 +18,14 @@ from fsdp2.checkpoint.schema.checksum import WIDTH, num_blocks
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.header import MAX_HEADER_BYTES, Header, parse_header, parse_json
 from fsdp2.checkpoint.schema.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Record
-from fsdp2.checkpoint.storage.base import PinnedStorage, Reader, Storage
+from fsdp2.checkpoint.storage.base import Reader, Storage
 from fsdp2.errors import CorruptError, FSDPError
 from fsdp2.placement.box import Box, whole
 
 NATIVE = "fsdp2"  # the kind of these catalogs
 TEXT_BLOCK = 1 << 20
 
-__all__ = ["NATIVE", "NativeCatalog", "file_of", "id_of", "read_header", "read_manifest", "read_small"]
+__all__ = ["NATIVE", "NativeCatalog", "check_sizes", "file_of", "id_of", "read_header", "read_manifest", "read_small"]
 
 
 def file_of(manifest: Manifest, section: str, rank: int) -> str:
@@ -78,6 +78,16 @@ def id_of(storage: Storage, folder: str) -> str | None:
     return None
 
 
+def check_sizes(storage: Storage, folder: str, manifest: Manifest) -> None:
+    """Check that all files exist with the sizes that the manifest lists; `CorruptError` if not."""
+    sizes = storage.sizes(folder)
+    for name, (size, _) in manifest.files.items():
+        found = sizes.get(name)
+        if found != size:
+            what = "is missing (or a link)" if found is None else f"has {found} bytes"
+            raise CorruptError(f"{storage.join(folder, name)}: {what}; the manifest lists {size} bytes")
+
+
 def read_header(reader: Reader, path: str, expected: tuple[int, str] | None = None) -> Header:
     """The header of a safetensors file.
 
@@ -125,11 +135,9 @@ class _RankFile:
 
 
 class NativeCatalog(Catalog):
-    """See `Catalog`, and the module docstring. Opened by `open_found` (`replacing.py`)."""
+    """See `Catalog`, and the module docstring. Opened by `open_catalog`."""
 
-    storage: PinnedStorage
-
-    def __init__(self, storage: PinnedStorage, path: str, manifest: Manifest):
+    def __init__(self, storage: Storage, path: str, manifest: Manifest):
         tensors = {
             section: {name: StoredTensorInfo(record.dtype, record.shape) for name, record in records.items()}
             for section, records in manifest.records.items()
@@ -143,15 +151,6 @@ class NativeCatalog(Catalog):
     def read_values(self, section: str) -> Sequence[Mapping[str, Any]]:
         """See `Catalog`."""
         return self.manifest.values.get(section, ())
-
-    def check_sizes(self) -> None:
-        """Check that all files exist with the sizes that the manifest lists; `CorruptError` if not."""
-        sizes = self.storage.sizes(self.path)
-        for name, (size, _) in self.manifest.files.items():
-            found = sizes.get(name)
-            if found != size:
-                what = "is missing (or a link)" if found is None else f"has {found} bytes"
-                raise CorruptError(f"{self.storage.join(self.path, name)}: {what}; the manifest lists {size} bytes")
 
     @property
     def files(self) -> Iterable[str]:
@@ -198,11 +197,6 @@ class NativeCatalog(Catalog):
             raise CorruptError(f"{held.path}: has no '{name}', which the manifest says it has")
         box = whole(held.header.tensors[name].shape)
         return self._piece_of(held, name, box)
-
-    def close(self) -> None:
-        """See `Catalog`."""
-        super().close()
-        self.storage.close()
 
     def _own_piece(self, section: str, name: str, rank: int, box: Box, record: Record) -> StoredPiece:
         dtype, shape = record.dtype, record.shape

@@ -19,7 +19,7 @@ from fsdp2.checkpoint.schema.checksum import BLOCK, WIDTH, crc32, text_of
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.storage.base import Reader, Storage
 from fsdp2.disk.direct import memory_at
-from fsdp2.errors import CorruptError
+from fsdp2.errors import CheckpointError, CorruptError
 from fsdp2.layout import strides
 from fsdp2.placement.box import Box, flat_range_within
 
@@ -123,13 +123,14 @@ class OpenFiles:
         self.buffers = _Buffers()
         self._storage = storage
         self._files: dict[str, _OpenFile] = {}  # most recently used last
+        self._known: dict[str, object] = {}  # path -> identity
         self._lock = Lock()
 
     @contextmanager
     def use(self, path: str) -> Iterator[Reader]:
         """The file, open while the block runs; `CheckpointError` if it cannot be opened."""
         with self._lock:
-            file = self._files.pop(path, None) or _OpenFile(self._storage.open_file(path))
+            file = self._files.pop(path, None) or self._opened(path)
             file.users += 1
             self._files[path] = file
         try:
@@ -140,6 +141,13 @@ class OpenFiles:
                 idle = [path for path, other in self._files.items() if not other.users]
                 for path in idle[: max(0, len(self._files) - MAX_OPEN_FILES)]:
                     self._files.pop(path).reader.close()
+
+    def _opened(self, path: str) -> _OpenFile:
+        reader = self._storage.open_file(path)
+        if self._known.setdefault(path, reader.identity) != reader.identity:
+            reader.close()
+            raise CheckpointError(f"{path}: is another file than the one that was opened before")
+        return _OpenFile(reader)
 
     def close(self) -> None:
         """Close all files, which nothing may be reading any more."""

@@ -25,21 +25,24 @@ from contextlib import contextmanager, suppress
 from errno import EEXIST, ENOTDIR, ENOTEMPTY
 from math import inf
 
-from fsdp2.checkpoint.formats.native import read_manifest
-from fsdp2.checkpoint.schema.manifest import MANIFEST
+from fsdp2.checkpoint.formats.native import check_sizes, id_of, read_manifest
+from fsdp2.checkpoint.schema.manifest import MANIFEST, Manifest
 from fsdp2.checkpoint.storage.base import Storage
-from fsdp2.errors import ArgumentError, CheckpointError
+from fsdp2.errors import ArgumentError, CheckpointError, ReplacedError
 
 __all__ = [
+    "TRIES",
     "age_of",
     "delete",
     "discard",
     "discard_left_over",
     "find",
     "free_name",
+    "id_at",
     "is_complete",
     "is_whole",
     "left_overs",
+    "manifest_at",
     "old_of",
     "own_folder",
     "put_aside",
@@ -60,8 +63,9 @@ SHARED = re.compile(
     rf"(model|optimizer)(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}\.part"
 )
 LEFT_OVER = re.compile(r"\.(tmp|old)-(.+)-[0-9a-f]{12}", re.DOTALL)
-LOOKS = 20  # attempts to look at a name that is being renamed
-ATTEMPTS = 100  # attempts to take a name that other saves also take
+# How often is begun again what another process disturbs by a rename. Without it readers beside a writer find nothing
+# (`test_readers_beside_a_writer`), and of two writers none may commit (`test_two_jobs_that_overwrite_one_name`).
+TRIES = 20
 
 
 def step_name(step: int) -> str:
@@ -98,10 +102,10 @@ def is_complete(storage: Storage, path: str) -> bool:
 
 
 def is_whole(storage: Storage, path: str) -> bool:
-    """Whether a folder is a checkpoint whose manifest is valid and whose files exist with the right sizes."""
+    """Whether exactly this folder is a checkpoint whose manifest is valid and whose files have the right sizes."""
     with suppress(CheckpointError, OSError):
-        known, sizes = read_manifest(storage, path).files, storage.sizes(path)
-        return all(sizes.get(name) == size for name, (size, _) in known.items())
+        check_sizes(storage, path, read_manifest(storage, path))
+        return True
     return False
 
 
@@ -111,11 +115,12 @@ def find(storage: Storage, path: str) -> str:
     Raises:
         CheckpointError: it is in neither place; the message says what is at `path` instead.
     """
-    for look in range(LOOKS):
-        found = _place(storage, path)
-        if found is not None:
+    folder, name = storage.split(path)
+    for _ in range(TRIES):
+        if (found := _place(storage, path)) is not None:
             return found
-        if look and not _is_moving(storage, path):  # a long listing may miss what is renamed meanwhile
+        # It may have moved from one place to the other between two looks, if any folder belongs to this name.
+        if not storage.renames or not any(name in (other, _owner(other)) for other in storage.names(folder)):
             break
     steps = [other for other in storage.names(path) if step_of(other) is not None]
     if steps:
@@ -133,11 +138,35 @@ def _place(storage: Storage, path: str) -> str | None:
     return min(replaced(storage, path), key=lambda old: age_of(storage, old), default=None)
 
 
-def _is_moving(storage: Storage, path: str) -> bool:
-    """Whether any folder belongs to this name: it may have moved from one place to the other between two looks."""
-    folder, name = storage.split(path)
-    names = storage.names(folder) if storage.renames else ()
-    return any(name in (other, _owner(other)) for other in names)
+def id_at(storage: Storage, path: str) -> str | None:
+    """The id of the save that the checkpoint `path` is, wherever it is; None if there is none, or it cannot be read."""
+    with suppress(CheckpointError, OSError):
+        return id_of(storage, find(storage, path))
+    return None
+
+
+def manifest_at(storage: Storage, path: str, files_are_there: bool = True) -> tuple[str, Manifest]:
+    """Where the checkpoint `path` is, see `find`, and its manifest.
+
+    Args:
+        files_are_there: check the sizes of its files.
+
+    Raises:
+        CheckpointError: there is none.
+        CorruptError: it is damaged.
+    """
+    for _ in range(TRIES):
+        found, seen = find(storage, path), None
+        try:
+            manifest = read_manifest(storage, found)
+            seen = manifest.id
+            if files_are_there:
+                check_sizes(storage, found, manifest)
+            return found, manifest
+        except (CheckpointError, OSError):
+            if id_at(storage, path) in (None, seen):
+                raise
+    raise ReplacedError(f"{path}: is replaced by one save after another, faster than it can be opened")
 
 
 def _owner(name: str) -> str | None:
@@ -254,7 +283,7 @@ def replace_folder(storage: Storage, work: str, path: str, overwrite: bool) -> N
     Raises:
         CheckpointError: something exists there that must not be replaced, or another save has replaced it.
     """
-    for _ in range(ATTEMPTS):
+    for _ in range(TRIES):
         _check_work(storage, work, path)
         aside = _make_way(storage, path) if overwrite else None
         try:

@@ -1,14 +1,16 @@
 """The checkpoints of a run, its newest sound one, and which may be deleted. Layer: checkpoint."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 from fsdp2.checkpoint.formats.native import id_of
-from fsdp2.checkpoint.run.folders import age_of, discard, find, old_of, put_aside, replaced, step_of
-from fsdp2.checkpoint.run.replacing import id_at, open_found
+from fsdp2.checkpoint.run.folders import age_of, discard, find, id_at, manifest_at, old_of, put_aside, replaced, step_of
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
+
+# Called with a folder; raises an error of fsdp2 to reject it.
+Valid = Callable[[str], object]
 
 __all__ = ["checkpoints", "latest", "prune", "superseded"]
 
@@ -40,7 +42,7 @@ def _named_after_steps(root: Folder) -> list[str]:
     return [storage.join(path, name) for _, name in steps]
 
 
-def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | None:
+def latest(root: Folder, valid: Valid | None = None) -> str | None:
     """The newest sound checkpoint of a run, for `load`; None if there is none. There is no pointer file: a checkpoint
     is sound if its manifest is undamaged and all files that it lists exist with the right sizes.
 
@@ -62,55 +64,42 @@ def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | 
         if newest is not None:
             fsdp2.checkpoint.load(newest, model=model, optimizer=optimizer)
     """
-    rejected, before = dict[str, str | None](), dict[str, str | None]()
+    rejected: dict[str, str | None] = {}  # folder -> the id of what is there and not valid: it is asked about once
+    before: dict[str, str | None] | None = None
     while True:
+        unread: OSError | None = None
         folders = _named_after_steps(root)
-        found, unread = _newest(folders, valid, rejected)
-        if found is not None or not folders:
-            return found
+        for folder in reversed(folders):
+            now = id_at(*storage_of(folder))
+            if folder in rejected and rejected[folder] == now:
+                continue
+            try:
+                if not _is_sound(folder):
+                    continue
+            except OSError as error:
+                message = f"{folder}: cannot be read ({error}); latest goes back to the checkpoint before it"
+                warnings.warn(message, stacklevel=2)
+                unread = unread or error
+                continue
+            if _is_valid(folder, valid):
+                return folder
+            rejected[folder] = now
         # One that is being replaced, or has been since it was looked at, may have been missed: so they are looked at
         # until all are as they were.
-        now = {folder: id_at(*storage_of(folder)) for folder in folders}
-        if now == before:
+        found = {folder: id_at(*storage_of(folder)) for folder in folders}
+        if found in (before, {}):
             break
-        before = now
+        before = found
     if unread is not None:
         raise unread
     return None
-
-
-def _newest(
-    folders: Sequence[str], valid: Callable[[str], object] | None, rejected: dict[str, str | None]
-) -> tuple[str | None, OSError | None]:
-    """The last folder that is sound and valid, and the first error of the disk.
-
-    Args:
-        rejected: folder -> the id of the checkpoint there that is not valid; it is not asked about again.
-    """
-    unread: OSError | None = None
-    for folder in reversed(folders):
-        if folder in rejected and rejected[folder] == id_at(*storage_of(folder)):
-            continue
-        try:
-            if not _is_sound(folder):
-                continue
-        except OSError as error:
-            message = f"{folder}: cannot be read ({error}); latest goes back to the checkpoint before it"
-            warnings.warn(message, stacklevel=3)
-            unread = unread or error
-            continue
-        asked = id_at(*storage_of(folder))
-        if _is_valid(folder, valid):
-            return folder, unread
-        rejected[folder] = asked
-    return None, unread
 
 
 def prune(
     root: Folder,
     keep: int,
     every: int | None = None,
-    valid: Callable[[str], object] | None = None,
+    valid: Valid | None = None,
 ) -> list[str]:
     """Delete old checkpoints of a run. Call this on one rank, after a save.
 
@@ -143,20 +132,12 @@ def prune(
     return [folder for folder in old if _pruned(storage, folder, ids[folder])]
 
 
-def superseded(
-    root: Folder, keep: int, every: int | None = None, valid: Callable[[str], object] | None = None
-) -> list[str]:
+def superseded(root: Folder, keep: int, every: int | None = None, valid: Valid | None = None) -> list[str]:
     """What `prune` would delete."""
     return _old(root, keep, every, valid, {})
 
 
-def _old(
-    root: Folder,
-    keep: int,
-    every: int | None,
-    valid: Callable[[str], object] | None,
-    known: dict[str, bool],
-) -> list[str]:
+def _old(root: Folder, keep: int, every: int | None, valid: Valid | None, known: dict[str, bool]) -> list[str]:
     """See `prune`.
 
     Args:
@@ -166,9 +147,8 @@ def _old(
         raise ArgumentError(f"prune: keep and every are at least 1, got {keep} and {every}")
     storage, _ = storage_of(root)
     ages = _ages(root)
-    by_step, by_time = [*ages], sorted(ages, key=lambda folder: -ages[folder])
     staying: set[str] = set()
-    for order in (by_step, by_time):
+    for order in ([*ages], sorted(ages, key=lambda folder: -ages[folder])):
         sound = 0
         for folder in reversed(order):  # damaged ones among the newer ones are left alone
             if sound == keep:
@@ -177,7 +157,7 @@ def _old(
             if folder not in known:
                 known[folder] = _is_sound(folder) and _is_valid(folder, valid)
             sound += known[folder]
-    steps = {folder: step_of(storage.split(folder)[1]) for folder in by_step if folder not in staying}
+    steps = {folder: step_of(storage.split(folder)[1]) for folder in ages if folder not in staying}
     return [folder for folder, step in steps.items() if every is None or step is None or step % every]
 
 
@@ -201,7 +181,7 @@ def _pruned(storage: Storage, path: str, save_id: str | None) -> bool:
     return True
 
 
-def _is_valid(folder: str, valid: Callable[[str], object] | None) -> bool:
+def _is_valid(folder: str, valid: Valid | None) -> bool:
     try:
         if valid is not None:
             valid(folder)
@@ -212,9 +192,8 @@ def _is_valid(folder: str, valid: Callable[[str], object] | None) -> bool:
 
 def _is_sound(folder: str) -> bool:
     """Whether its manifest is undamaged and its files exist; `OSError` if the disk cannot read them."""
-    storage, path = storage_of(folder)
     try:
-        open_found(storage, path).close()
+        manifest_at(*storage_of(folder))
     except FSDPError:
         return False
     return True

@@ -68,7 +68,15 @@ class LocalStorage:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Bytes of each regular file in a folder, by name. The folder is listed only once."""
-        return _sizes(folder)
+        try:
+            with os.scandir(folder) as entries:
+                return {
+                    entry.name: entry.stat(follow_symlinks=False).st_size
+                    for entry in entries
+                    if entry.is_file(follow_symlinks=False)
+                }
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
 
     def kind(self, path: str) -> str | None:
         """What a path is, in a word ("file", "folder"); None if nothing is there."""
@@ -127,11 +135,6 @@ class LocalStorage:
     def open_file(self, path: str) -> "LocalReader":
         """Open a file; `CheckpointError` if there is none."""
         return LocalReader(path)
-
-    def pinned(self, folder: str) -> "PinnedFolder":
-        """This storage, for reading from `folder` as it is now: if another folder takes its name, no files of that are
-        seen. `CheckpointError` if there is none."""
-        return PinnedFolder(folder)
 
     def rename_folder(self, folder: str, to: str, durably: bool = True) -> None:
         """Rename a folder atomically (if not durably, also a file or a link); `OSError` if the name is taken."""
@@ -245,6 +248,7 @@ class LocalReader:
 
     Attributes:
         size: in bytes.
+        identity: of the file, whatever it is called.
         chunk: how many bytes to request at a time, if they are processed in between: what fits into a processor's
             cache, or what is worth a request. A fraction or a multiple of a block (see `checksum.py`).
     """
@@ -253,12 +257,15 @@ class LocalReader:
     # computed. With half of it, the overhead of the calls exceeds the gain. Must divide a block.
     chunk = 256 << 10
 
-    def __init__(self, path: str, fd: int | None = None):
-        """`fd`: the file, if it is open already."""
+    def __init__(self, path: str):
         self._path = path
-        self._fd = _opened(path, os.O_RDONLY | SAFE_FLAGS) if fd is None else fd
+        try:
+            self._fd = os.open(path, os.O_RDONLY | SAFE_FLAGS)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from error
         status = os.fstat(self._fd)
         self.size = status.st_size
+        self.identity: object = (status.st_dev, status.st_ino)
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise CorruptError(f"{path}: is not a regular file")
@@ -282,41 +289,6 @@ class LocalReader:
             os.close(fd)
 
 
-class PinnedFolder(LocalStorage):
-    """See `LocalStorage.pinned`. Files are opened relative to the descriptor of the folder, even if it was moved."""
-
-    def __init__(self, folder: str):
-        self._folder = folder
-        self._fd = -1
-        self._fd = _opened(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        self.close()
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        """See `LocalStorage`."""
-        if folder != self._folder:
-            return super().sizes(folder)
-        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
-        try:
-            return _sizes(fd)
-        finally:
-            os.close(fd)
-
-    def open_file(self, path: str) -> LocalReader:
-        """See `LocalStorage`."""
-        folder, name = os.path.split(path)
-        if folder != self._folder:
-            return super().open_file(path)
-        return LocalReader(path, _opened(path, os.O_RDONLY | SAFE_FLAGS, name, self._fd))
-
-    def close(self) -> None:
-        """Release it, after the last read."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
 @contextmanager
 def _naming(path: str) -> Iterator[None]:
     """Within this context an error of an open file names the file, as one of `open` does."""
@@ -326,26 +298,6 @@ def _naming(path: str) -> Iterator[None]:
         if error.filename is None:
             error.filename = path
         raise
-
-
-def _sizes(folder: str | int) -> dict[str, int]:
-    try:
-        with os.scandir(folder) as entries:
-            return {
-                entry.name: entry.stat(follow_symlinks=False).st_size
-                for entry in entries
-                if entry.is_file(follow_symlinks=False)
-            }
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-
-
-def _opened(path: str, flags: int, name: str | None = None, folder: int | None = None) -> int:
-    """Open a file, by its name in an open folder if one is given; `CheckpointError` if that cannot be done."""
-    try:
-        return os.open(name or path, flags, dir_fd=folder)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from error
 
 
 def _sync_folder(folder: str | Path) -> None:

@@ -182,13 +182,6 @@ class RemoteStorage:
             raise CorruptError(f"{path}: is not a regular file")
         return RemoteReader(self._fs, path, self._bare(path), int(entry["size"]))
 
-    def pinned(self, folder: str) -> "RemoteStorage":
-        """See `LocalStorage`. Nothing is replaced here, and each save has its own file names."""
-        return self
-
-    def close(self) -> None:
-        """See `PinnedFolder`; nothing is held."""
-
     def rename_folder(self, folder: str, to: str, durably: bool = True) -> None:
         """See `LocalStorage`; not supported here."""
         raise UnsupportedError(f"{folder}: folders cannot be renamed in one step here")
@@ -285,6 +278,7 @@ class RemoteReader:
         self._path = path
         self._bare = bare
         self.size = size
+        self.identity: object = path  # nothing is replaced here, and each save has its own file names
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """See `LocalReader`."""

@@ -19,7 +19,7 @@ from fsdp2.checkpoint.io.pieces import StoredPiece, runs_within
 from fsdp2.checkpoint.io.reading import OpenFiles, PieceBytes
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.opening import open_catalog
-from fsdp2.checkpoint.run.replacing import READS, id_at
+from fsdp2.checkpoint.run.folders import TRIES, id_at
 from fsdp2.checkpoint.schema.checksum import BLOCK
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.manifest import MANIFEST
@@ -121,7 +121,7 @@ def find_damage(folder: Folder, *, progress: Progress | None = None) -> Report:
         ReplacedError: it was replaced while it was read, in each of several attempts.
     """
     storage, path = storage_of(folder)
-    for _ in range(READS):
+    for _ in range(TRIES):
         report, save_id = _looked_at(storage, path, progress)
         if report.ok or id_at(storage, path) in (None, save_id):  # else it was replaced meanwhile, not damaged
             return report
