@@ -32,6 +32,9 @@ EXTRA_STATE = "_extra_state"
 OWN_HOOKS = "fsdp2."  # where those of sharded modules are, which have nothing to do here
 
 
+Model = nn.Module | Mapping[str, Any]
+
+
 @dataclass(slots=True)
 class Need:
     """A tensor to be filled on this rank; it matches what is stored.
@@ -85,12 +88,7 @@ class Matching:
     _before: list[str] = field(default_factory=list)
     _published: Mapping[str, Source] | None = None  # published by the model's library, for names of the model
 
-    def match(
-        self,
-        model: nn.Module | Mapping[str, Any] | None,
-        optimizer: Optimizers | None,
-        strict: bool,
-    ) -> None:
+    def match(self, model: Model | None, optimizer: Optimizers | None, strict: bool) -> None:
         """Note what a model and an optimizer need. Nothing changes.
 
         Raises:
@@ -100,11 +98,7 @@ class Matching:
         self._ask_all(model, optimizer)
         self._check(strict)
 
-    def allocate(
-        self,
-        model: nn.Module | Mapping[str, Any] | None,
-        optimizer: Optimizers | None,
-    ) -> None:
+    def allocate(self, model: Model | None, optimizer: Optimizers | None) -> None:
         """After a successful match: give memory to the model's meta tensors, and fill these tensors from now on."""
         if not self.without_memory:
             return
@@ -119,16 +113,11 @@ class Matching:
         self.missing += self._before
         self._ask_all(model, optimizer)
 
-    def _ask_all(
-        self,
-        model: nn.Module | Mapping[str, Any] | None,
-        optimizer: Optimizers | None,
-    ) -> None:
+    def _ask_all(self, model: Model | None, optimizer: Optimizers | None) -> None:
         model = self._fitted(model)
         if model is not None:
             self._ask("model", model)
-        optimizers = named_optimizers(optimizer)
-        held: set[str] = set()
+        optimizers, held = named_optimizers(optimizer), set[str]()
         for name, each in optimizers.items():
             held |= self._ask_optimizer(model if isinstance(model, nn.Module) else None, name, each)
         if optimizers:
@@ -168,7 +157,7 @@ class Matching:
         for step in self._finish:
             step()
 
-    def _ask(self, section: str, target: nn.Module | Mapping[str, Any]) -> None:
+    def _ask(self, section: str, target: Model) -> None:
         """Note what a model or a dict needs."""
         state = model_state(target, self.world)
         stored = self.catalog.tensors.get(section, {})
@@ -252,7 +241,7 @@ class Matching:
         there = [source for source in sources if source.names() <= stored.keys()]
         return there or [next(iter(sources))]
 
-    def _ask_values(self, section: str, state: State, target: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
+    def _ask_values(self, section: str, state: State, target: Model) -> dict[str, Any]:
         """Values that are not tensors, by key: `_extra_state` of modules, numbers of a plain dict."""
         stored = {name: value for table in self.catalog.values_of(section) for name, value in table.items()}
         held = target if isinstance(target, Mapping) else {}
@@ -325,21 +314,23 @@ class Matching:
 
     def _fits(self, section: str, source: Source, entry: Entry) -> bool:
         """Whether a source has the shape and dtype of a tensor; a mismatch is noted."""
-        shape, dtype = entry.tiling.shape, name_of(entry.local.dtype)
+        shape, dtype, local = entry.tiling.shape, name_of(entry.local.dtype), entry.local
+        # Elements that share memory cannot be filled.
+        steps = zip(local.stride(), local.shape, strict=True)
+        expanded = not local.is_meta and any(not step and size > 1 for step, size in steps)
+        problem = "is expanded here, so its elements share memory and cannot be filled; make it contiguous"
         try:
             info = source.info(self.catalog.tensors[section])
         except MismatchError as error:
             problem = str(error)
         else:
             casts = "F4" not in (info.dtype, dtype)  # torch does not convert these
-            expanded = _is_expanded(entry.local)
-            if info.shape == shape and (info.dtype == dtype or (self.cast and casts)) and not expanded:
-                return True
-            problem = f"stored with shape {list(info.shape)}, here {list(shape)}"
-            if info.shape == shape:
+            if info.shape != shape:
+                problem = f"stored with shape {list(info.shape)}, here {list(shape)}"
+            elif info.dtype != dtype and not (self.cast and casts):
                 problem = f"stored as {info.dtype}, here {dtype}{' (cast=True converts)' if casts else ''}"
-            if expanded:
-                problem = "is expanded here, so its elements share memory and cannot be filled; make it contiguous"
+            elif not expanded:
+                return True
         self.mismatches.append(f"{section} '{entry.name}': {problem}")
         return False
 
@@ -360,12 +351,6 @@ def _why(catalog: Catalog, section: str, names: Iterable[str]) -> str:
     """Why names are not there, if the folder has them and they cannot be read."""
     left = catalog.left_out.get(section, {})
     return "".join(f" ({left[name]})" for name in names if name in left)
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether several of its elements lie at one place."""
-    steps = zip(tensor.stride(), tensor.shape, strict=True)
-    return not tensor.is_meta and any(not step and size > 1 for step, size in steps)
 
 
 def _move(optimizer: torch.optim.Optimizer, successors: Mapping[torch.Tensor, torch.Tensor]) -> None:

@@ -120,7 +120,7 @@ def test_several_write_to_one_file(disk: Path, writes: Writes, seed: int) -> Non
     """As ranks do to a consolidated one: they share the page at which one's part ends and another's begins."""
     path, content = disk / "file", random.Random(seed).randbytes(60 * PAGE + 77)
     cuts = [0, 20 * PAGE + 1 + seed, 41 * PAGE - 1 - seed, len(content)]
-    writers = [LocalStorage().join_file(str(path), len(content)) for _ in range(3)]
+    writers = [LocalStorage().write_file(str(path), len(content), True) for _ in range(3)]
 
     def write(rank: int) -> None:
         for begin, end in ranges(cuts[rank + 1] - cuts[rank], 9 * PAGE, seed):

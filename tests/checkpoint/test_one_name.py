@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from fsdp2 import checkpoint
+from fsdp2.checkpoint import opening
 from fsdp2.checkpoint.io import reading
 from fsdp2.checkpoint.io.catalog import Catalog
-from fsdp2.checkpoint.storage.local import LocalStorage
+from fsdp2.checkpoint.run.folders import TRIES
 from fsdp2.errors import CheckpointError, ReplacedError
 from tests.helpers.ranks import on_ranks
 
@@ -115,11 +116,11 @@ def test_all_ranks_read_again_if_one_must(rank: int, world_size: int, tmp_path: 
     alone = [torch.distributed.new_group([each]) for each in range(2)][rank]
     save(tmp_path)
     torch.distributed.barrier()
-    real, times = LocalStorage.pinned, []
+    real, times = opening.manifest_at, []
 
-    def pinned(self: LocalStorage, folder: str) -> Any:
-        found = real(self, folder)
-        times.append(folder)
+    def manifest_at(*args: Any) -> Any:
+        found = real(*args)
+        times.append(found)
         if len(times) == 1:
             torch.distributed.barrier()
             if rank == 1:
@@ -131,7 +132,7 @@ def test_all_ranks_read_again_if_one_must(rank: int, world_size: int, tmp_path: 
 
     into = {"w": torch.zeros(3)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalStorage, "pinned", pinned)
+        patch.setattr(opening, "manifest_at", manifest_at)
         checkpoint.load(tmp_path / NAME, model=into)
     assert into["w"].eq(2).all()
     assert len(times) > 1
@@ -154,7 +155,7 @@ def test_files_that_are_gone_when_a_load_comes_to_them(tmp_path: Path, monkeypat
     left[0] = 100
     with pytest.raises(checkpoint.loading.ReplacedError, match=r"was replaced by save .* while it was read"):
         value_at(tmp_path)
-    assert left[0] == 97
+    assert left[0] == 100 - TRIES
     left[0] = 0
     next((tmp_path / NAME).glob("model-*")).unlink()
     with pytest.raises(CheckpointError, match="is missing"):
@@ -194,7 +195,7 @@ def test_load_from_rank_beside_a_writer(rank: int, world_size: int, tmp_path: Pa
         left[0] = 100
         with pytest.raises(ReplacedError, match=r"was replaced by save .* while it was read"):
             checkpoint.load_from_rank(folder, model=into, rank=reader)
-        assert left[0] == (97 if rank == reader else 100)
+        assert left[0] == (100 - TRIES if rank == reader else 100)
         left[0] = 0
         checkpoint.load_from_rank(folder, model=into, rank=reader)
     if rank == reader:

@@ -13,7 +13,7 @@ import torch
 from fsdp2 import CheckpointError, checkpoint
 from fsdp2.checkpoint.formats.native import read_manifest
 from fsdp2.checkpoint.run import retention
-from fsdp2.checkpoint.run.folders import left_overs, sweep
+from fsdp2.checkpoint.run.folders import _is_stale, sweep
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.checkpoint.tools.cli import main
@@ -193,8 +193,10 @@ def test_killed_between_any_two_changes(last: int, tmp_path: Path, monkeypatch: 
     shutil.copytree(root, again)
     checkpoint.prune(again, keep=1)
     assert steps(again) == [2]
-    swept_some_day = left_overs(LocalStorage(), str(again), older_than_s=-1)
-    assert {*map(str, again.iterdir())} - {*swept_some_day} == {str(again / "step-00000002")}
+    for path in (*again.rglob("*"), *again.iterdir()):
+        os.utime(path, (1, 1))
+    swept_some_day = {name for name in os.listdir(again) if _is_stale(LocalStorage(), str(again), name)}
+    assert {*os.listdir(again)} - swept_some_day == {"step-00000002"}
     save(root, 1, value=3.0, overwrite=True)
     assert value_at(root, 1) == 3.0
     assert sorted(os.listdir(root)) == ["step-00000001", "step-00000002"]
@@ -206,7 +208,7 @@ def test_what_is_a_users_stays(tmp_path: Path) -> None:
     mine.mkdir()
     (mine / "model.safetensors").write_bytes(b"mine")
     os.utime(mine, (1, 1))
-    assert left_overs(LocalStorage(), str(tmp_path)) == []
+    assert not _is_stale(LocalStorage(), str(tmp_path), mine.name)
     with pytest.raises(CheckpointError, match="has files in it and is no checkpoint"):
         save(tmp_path, 1, overwrite=True)
     assert (mine / "model.safetensors").read_bytes() == b"mine"
@@ -222,7 +224,6 @@ def test_what_was_replaced_goes_only_for_a_whole_successor(tmp_path: Path) -> No
     next((tmp_path / "step-00000001").glob("model-*")).unlink()
     for path in (*aside.iterdir(), aside):
         os.utime(path, (1, 1))
-    assert left_overs(LocalStorage(), str(tmp_path)) == []
     save(tmp_path, 2)
     assert aside.exists()
 

@@ -268,7 +268,7 @@ def test_what_only_a_local_file_system_can_do(place: Place) -> None:
         storage.make_folder(old)
         with pytest.raises(OSError, match="not empty"):
             storage.rename_folder(old, new)
-        first, second = (storage.join_file(storage.join(old, "y"), 4) for _ in range(2))
+        first, second = (storage.write_file(storage.join(old, "y"), 4, True) for _ in range(2))
         second.write(2, [memoryview(b"cd")])
         second.finish()
         first.write(0, [memoryview(b"ab")])
@@ -277,5 +277,3 @@ def test_what_only_a_local_file_system_can_do(place: Place) -> None:
     else:
         with pytest.raises(UnsupportedError, match="old: folders cannot be renamed"):
             storage.rename_folder(old, new)
-        with pytest.raises(UnsupportedError, match="y: several ranks cannot write to one file"):
-            storage.join_file(storage.join(old, "y"), 4)

@@ -75,14 +75,6 @@ class TensorInFile:
     steps: tuple[int, ...]
     offset: int
 
-    @property
-    def contiguous(self) -> bool:
-        """Whether its elements are contiguous, row by row."""
-        expected = strides(self.shape)
-        return not prod(self.shape) or all(
-            size == 1 or step == other for size, step, other in zip(self.shape, self.steps, expected, strict=True)
-        )
-
     def pieces(self, start: tuple[int, ...] | None = None) -> list[StoredPiece]:
         """The whole tensor, as contiguous pieces.
 
@@ -93,7 +85,8 @@ class TensorInFile:
             UnsupportedError: its strides would require too many pieces.
         """
         base = start or (0,) * len(self.shape)
-        if self.contiguous:
+        expected = zip(self.shape, self.steps, strides(self.shape), strict=True)
+        if not prod(self.shape) or all(size == 1 or step == other for size, step, other in expected):
             return [self._piece(Box((0,) * len(self.shape), self.shape), base)]
         # A transposed tensor: its elements are contiguous along one dim, and each such line is a piece.
         along = next((dim for dim, step in enumerate(self.steps) if step == 1 and self.shape[dim] > 1), None)

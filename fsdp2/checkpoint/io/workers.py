@@ -7,6 +7,7 @@ may finish during shutdown.
 import os
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -71,20 +72,13 @@ _pool_of_process: int | None = None
 
 
 def _make_thread_pool_of_torch() -> None:
-    """Let one new thread use torch before several do.
-
-    After a fork torch recreates its thread pool in the first thread that has not used torch yet, without a lock. If
-    several such threads start at once, some find no pool ("Invalid thread pool!"). torch asks for the number of threads
-    after every fork, but that does not help if the parent's main thread had already asked. `set_num_threads` would
-    create the pool too, but it also stops MKL from using fewer threads for a product, in the whole process.
-    """
+    """Let one new thread use torch before several do. After a fork torch recreates its thread pool in the first thread
+    that has not used torch yet, without a lock: if several start at once, some find no pool ("Invalid thread pool!").
+    `set_num_threads` would create the pool too, but it also changes how MKL divides products, in the whole process."""
     global _pool_of_process
-    if _pool_of_process == os.getpid():
-        return
-    thread = threading.Thread(target=torch.get_num_threads, name="fsdp2-first")
-    try:
-        thread.start()
-    except RuntimeError:  # as above
-        return
-    thread.join()
-    _pool_of_process = os.getpid()
+    if _pool_of_process != os.getpid():
+        thread = threading.Thread(target=torch.get_num_threads, name="fsdp2-first")
+        with suppress(RuntimeError):  # as above
+            thread.start()
+            thread.join()
+            _pool_of_process = os.getpid()

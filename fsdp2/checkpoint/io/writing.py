@@ -6,6 +6,7 @@ storage without renames needs the checksums first, so there the values are read 
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from fsdp2.checkpoint.io.pieces import runs_within
 from fsdp2.checkpoint.io.planned_files import Piece, PlannedFile, Sums, Written
@@ -13,6 +14,7 @@ from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.schema.checksum import BLOCK, checksum
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.storage.base import Storage, Writer
+from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.placement.box import Box
 
 __all__ = ["write_files"]
@@ -35,34 +37,44 @@ def write_files(
     Raises:
         OSError: the disk is full, or not writable. The current file is closed, not removed.
     """
-    if not storage.renames:
-        return [_write_in_order(storage, folder, file, progress) for file in files]
     return [_write(storage, folder, file, progress) for file in files]
 
 
 def _write(storage: Storage, folder: str, file: PlannedFile, progress: Callable[[int], None]) -> Written:
     path = storage.join(folder, file.name)
-    writer = storage.join_file(path, file.size) if file.shared else storage.write_file(path, file.size)
-
-    def write(lot: list[Part]) -> Sums:
-        return _write_batch(writer, lot, progress)
-
+    sums: Sums = {}
+    header = None
+    if isinstance(storage, LocalStorage):
+        writer: Writer = storage.write_file(path, file.size, file.shared)
+    else:  # the header first, for which the values are read once more
+        for _, _, piece in file.pieces:
+            sums[piece.name] = [checksum(view) for view, _ in piece.blocks(0, piece.nbytes)]
+        assert file.header is not None and not file.shared
+        header = file.header(sums)
+        writer = storage.write_file(path, file.size)
     try:
-        sums: Sums = {}
-        for of_lot in run_all(write, _batches(file), THREADS, "fsdp2-write"):
-            for name, blocks in of_lot.items():
-                sums.setdefault(name, []).extend(blocks)
-        crc = None
-        if file.header is not None:
-            header = file.header(sums)
-            assert len(header) == file.header_bytes
+        if header is not None:
             writer.write(0, [memoryview(header)])
-            crc = _crc_of_header(header)
+            at = len(header)
+            for _, _, piece in file.pieces:
+                for view, _ in piece.blocks(0, piece.nbytes):
+                    writer.write(at, [view])
+                    at += view.nbytes
+                progress(piece.nbytes)
+        else:
+            write = partial(_write_batch, writer, progress)
+            for of_lot in run_all(write, _batches(file), THREADS, "fsdp2-write"):
+                for name, blocks in of_lot.items():
+                    sums.setdefault(name, []).extend(blocks)
+            if file.header is not None:
+                header = file.header(sums)
+                assert len(header) == file.header_bytes
+                writer.write(0, [memoryview(header)])
         writer.finish()
     except BaseException:
         writer.abandon()
         raise
-    return Written(file.name, file.size, crc, sums)
+    return Written(file.name, file.size, None if header is None else f"{zlib.crc32(header):08x}", sums)
 
 
 # (offset of the container in the file, container, piece, first byte and end of a range of the piece).
@@ -89,7 +101,7 @@ def _batches(file: PlannedFile) -> Iterator[list[Part]]:
         yield lot
 
 
-def _write_batch(writer: Writer, lot: Sequence[Part], progress: Callable[[int], None]) -> Sums:
+def _write_batch(writer: Writer, progress: Callable[[int], None], lot: Sequence[Part]) -> Sums:
     """Checksum and write a batch. Adjacent views of plain memory become one write."""
     sums: Sums = {}
     run: list[memoryview] = []
@@ -123,29 +135,3 @@ def _places(offset: int, container: Box, piece: Piece, at: int, view: memoryview
     for place, size in runs_within(piece.box, container, ITEMSIZES[piece.dtype], at, at + view.nbytes):
         yield offset + place, view[filled : filled + size]
         filled += size
-
-
-def _write_in_order(storage: Storage, folder: str, file: PlannedFile, progress: Callable[[int], None]) -> Written:
-    sums: Sums = {piece.name: [] for _, _, piece in file.pieces}
-    for _, _, piece in file.pieces:
-        sums[piece.name].extend(checksum(view) for view, _ in piece.blocks(0, piece.nbytes))
-    assert file.header is not None and not file.shared
-    header = file.header(sums)
-    writer = storage.write_file(storage.join(folder, file.name), file.size)
-    try:
-        writer.write(0, [memoryview(header)])
-        at = len(header)
-        for _, _, piece in file.pieces:
-            for view, _ in piece.blocks(0, piece.nbytes):
-                writer.write(at, [view])
-                at += view.nbytes
-            progress(piece.nbytes)
-        writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
-    return Written(file.name, file.size, _crc_of_header(header), sums)
-
-
-def _crc_of_header(header: bytes) -> str:
-    return f"{zlib.crc32(header):08x}"

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
@@ -168,30 +168,22 @@ def stage(
     Reuses the memory of the last call, so no save may be running.
     """
     everything = [piece for own in (*pieces.values(), *(share.pieces for share in shares)) for piece in own]
-    copies = iter(_copies(everything))
-    staged = {section: [replace(piece, values=next(copies)) for piece in own] for section, own in pieces.items()}
-    return staged, [
-        replace(share, pieces=[replace(piece, values=next(copies)) for piece in share.pieces]) for share in shares
-    ]
-
-
-def _copies(pieces: list[Piece]) -> Iterator[torch.Tensor]:
-    offsets: list[int] = []
-    ends: dict[torch.device, int] = {}
-    for piece in pieces:
+    places, ends = [], dict[torch.device, int]()
+    for piece in everything:
         device = piece.values.device
-        start = -(-ends.get(device, 0) // 64) * 64
-        offsets.append(start)
-        ends[device] = start + piece.nbytes
+        places.append(-(-ends.get(device, 0) // 64) * 64)
+        ends[device] = places[-1] + piece.nbytes
     for device, end in ends.items():
         if device not in _arena or _arena[device].numel() < end:
             _arena.pop(device, None)
             _arena[device] = new_buffer(end, device)
-    copies = []
-    for piece, start in zip(pieces, offsets, strict=True):
+    copies: dict[int, Piece] = {}
+    for piece, start in zip(everything, places, strict=True):
         room = _arena[piece.values.device][start : start + piece.nbytes]
         copy = room.view(piece.values.dtype).view(piece.values.shape)
         copy.copy_(piece.values, non_blocking=True)
-        copies.append(copy)
+        copies[id(piece)] = replace(piece, values=copy)
     wait_for(ends)  # the arena is read by the writing threads
-    return iter(copies)
+    return {section: [copies[id(piece)] for piece in own] for section, own in pieces.items()}, [
+        replace(share, pieces=[copies[id(piece)] for piece in share.pieces]) for share in shares
+    ]

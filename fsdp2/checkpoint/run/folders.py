@@ -35,13 +35,11 @@ __all__ = [
     "age_of",
     "delete",
     "discard",
-    "discard_left_over",
     "find",
     "free_name",
     "id_at",
     "is_complete",
     "is_whole",
-    "left_overs",
     "manifest_at",
     "old_of",
     "own_folder",
@@ -322,38 +320,6 @@ def _make_way(storage: Storage, path: str) -> str | None:
     return None
 
 
-def left_overs(storage: Storage, folder: str, older_than_s: float = STALE_S) -> list[str]:
-    """What dead processes left in the folder of a run and has not changed for a while: saves and deletions. Does not
-    include replaced checkpoints that exist nowhere else.
-
-    Only names that saves create are considered.
-    """
-    names = storage.names(folder) if storage.renames else ()
-    return [storage.join(folder, name) for name in names if _is_stale(storage, folder, name, older_than_s)]
-
-
-def _is_stale(storage: Storage, folder: str, name: str, older_than_s: float) -> bool:
-    """Whether a short-lived folder is older than `older_than_s`."""
-    match = LEFT_OVER.fullmatch(name)
-    if match is None:
-        return False
-    with suppress(OSError):  # another process may be cleaning up too
-        if storage.age(storage.join(folder, name)) <= older_than_s:
-            return False
-        return match[1] == "tmp" or is_whole(storage, storage.join(folder, match[2]))
-    return False
-
-
-def discard_left_over(storage: Storage, path: str) -> bool:
-    """Delete one of `left_overs`, if it still is one. Returns whether it was deleted."""
-    folder, name = storage.split(path)
-    aside = put_aside(storage, path) if _is_stale(storage, folder, name, STALE_S) else None
-    if aside is None:
-        return False
-    storage.remove(aside)
-    return True
-
-
 def sweep(storage: Storage, path: str, files: Collection[str]) -> list[str]:
     """After a commit, put aside what other saves left. For the name `path`, that is everything; for other names, only
     what is old. Never raises: what stays does no harm.
@@ -367,25 +333,30 @@ def sweep(storage: Storage, path: str, files: Collection[str]) -> list[str]:
     folder, name = storage.split(path)
     gone: list[str] = []
     with suppress(OSError):
-        if not storage.renames:
-            return _strays(storage, path, files)
+        if not storage.renames:  # files of dead saves, in a folder to which saves write directly
+            if not files and is_complete(storage, path):
+                return []  # the manifest was written and only the answer was lost: the files must stay
+            return [
+                storage.join(path, each) for each in storage.names(path) if OURS.fullmatch(each) and each not in files
+            ]
         names = storage.names(folder)
-        old = [other for other in names if old_of(other) == name]
-        superseded = old if old and is_whole(storage, path) else []  # in this order: see above, third rule
+        old = {other for other in names if old_of(other) == name}
+        superseded = old if old and is_whole(storage, path) else set()  # in this order: see above, last rule
         for other in names:
             with suppress(OSError):
                 left = other in superseded or (_owner(other) == name and other not in old)
-                if left or (other not in old and _is_stale(storage, folder, other, STALE_S)):
+                if left or (other not in old and _is_stale(storage, folder, other)):
                     gone += filter(None, [put_aside(storage, storage.join(folder, other))])
     return gone
 
 
-def _strays(storage: Storage, path: str, files: Collection[str]) -> list[str]:
-    """Files of dead saves in a folder to which saves write directly."""
-    if not files and is_complete(storage, path):
-        return []  # the manifest was written and only the answer was lost: the files must stay
-    names = [name for name in storage.names(path) if OURS.fullmatch(name) and name not in files]
-    return [storage.join(path, name) for name in names]
+def _is_stale(storage: Storage, folder: str, name: str) -> bool:
+    """Whether a dead process left this in the folder of a run and it has not changed for a while. Not a replaced
+    checkpoint that exists nowhere else."""
+    match = LEFT_OVER.fullmatch(name)
+    if match is None or storage.age(storage.join(folder, name)) <= STALE_S:
+        return False
+    return match[1] == "tmp" or is_whole(storage, storage.join(folder, match[2]))
 
 
 def delete(storage: Storage, gone: Collection[str]) -> None:

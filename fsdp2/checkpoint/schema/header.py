@@ -136,17 +136,14 @@ def _range_of(name: str, entry: Any, file: str) -> tuple[str, tuple[int, ...], i
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str):
         raise CorruptError(f"{file}: '{name}' has dtype {_short(dtype)}; expected a text")
-    are_lists = isinstance(shape, list) and isinstance(offsets, list)
-    if not are_lists or not _are_sizes(shape + offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    numbers = shape + offsets if isinstance(shape, list) and isinstance(offsets, list) else [None]
+    # Numbers of more than 63 bits cannot be sizes, and would make torch fail.
+    are_sizes = not numbers or (INT.issuperset(map(type, numbers)) and min(numbers) >= 0 and max(numbers) < 1 << 63)
+    if not are_sizes or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CorruptError(f"{file}: '{name}' has shape {_short(shape)} and data_offsets {_short(offsets)}")
     if len(shape) > MAX_DIMS:
         raise CorruptError(f"{file}: '{name}' has {len(shape)} dims; expected at most {MAX_DIMS}, as torch has")
     return dtype, tuple(shape), offsets[0], offsets[1]
-
-
-def _are_sizes(values: list[Any]) -> bool:
-    """Whether these are numbers that may be sizes. Numbers of more than 63 bits cannot, and would make torch fail."""
-    return not values or (INT.issuperset(map(type, values)) and min(values) >= 0 and max(values) < 1 << 63)
 
 
 def _short(value: Any) -> str:

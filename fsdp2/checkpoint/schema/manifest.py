@@ -247,20 +247,13 @@ def _record(name: str, row: Sequence[Any], grids: Sequence[Grid], known: dict[An
     pairs = tuple([(int(axis), int(dim)) for axis, dim in cuts])
     key = (dtype, tuple(shape), mesh, pairs)
     if key not in known:
-        known[key] = Record(dtype, _tiling(name, row, grids[mesh], pairs, file))
+        grid = grids[mesh]
+        axes, size = [axis for axis, _ in pairs], prod(grid.shape)
+        in_range = all(0 <= axis < len(grid.shape) and 0 <= dim < len(shape) for axis, dim in pairs)
+        if dtype not in ITEMSIZES or size != len(grid.ranks) or not size or not in_range or len(set(axes)) != len(axes):
+            raise CorruptError(f"{file}: the record of '{name}' is malformed: {str(row)[:80]}")
+        known[key] = Record(dtype, Tiling(_shape(shape), grid, pairs))
     return known[key]
-
-
-def _tiling(name: str, row: Sequence[Any], grid: Grid, pairs: tuple[tuple[int, int], ...], file: str) -> Tiling:
-    dtype, shape, _, _ = row
-    size = 1
-    for extent in grid.shape:
-        size *= extent
-    axes = [axis for axis, _ in pairs]
-    in_range = all(0 <= axis < len(grid.shape) and 0 <= dim < len(shape) for axis, dim in pairs)
-    if dtype not in ITEMSIZES or size != len(grid.ranks) or not size or not in_range or len(set(axes)) != len(axes):
-        raise CorruptError(f"{file}: the record of '{name}' is malformed: {str(row)[:80]}")
-    return Tiling(_shape(shape), grid, pairs)
 
 
 def _listed(name: object, files: Iterable[str], file: str) -> str:

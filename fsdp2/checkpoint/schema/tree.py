@@ -7,7 +7,6 @@ JSON values stand for themselves. Anything else is an object with one key that n
     {"$tuple": [...]}        {"$bytes": base64}
     {"$dict": [[key, value], ...]}   keys that are not strings, or begin with "$"
     {"$ordered": {...}}      {"$counter": {...}}
-    {"$numpy": ["float32", 0.5]}
 
 A file names a kind, and only these are built: no code comes from a file. All other types, including subclasses of
 these, are refused by the save, since they would be restored as something else.
@@ -15,27 +14,21 @@ these, are refused by the save, since they would be restored as something else.
 
 import base64
 import math
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 from urllib.parse import quote, unquote
 
 import torch
 
-from fsdp2.errors import ArgumentError, CorruptError, UnsupportedError
+from fsdp2.errors import ArgumentError, CorruptError
 
 __all__ = ["Leaf", "at_path", "canonical", "decode", "encode"]
 
 MAX_DEPTH = 40  # each level takes one to six levels of JSON; the commit refuses JSON that is too deep
 
 DICTS: dict[str, type] = {"$ordered": OrderedDict, "$counter": Counter}  # MultiStepLR has a Counter
-NUMBERS = frozenset(
-    f"{kind}{bits}" for kind, sizes in {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64)}.items()
-    for bits in sizes
-) | {"bool"}  # fmt: skip
 
 # Given a tensor and its path in the tree, returns what represents it in the JSON besides its name.
 Leaf = Callable[[str, torch.Tensor], dict[str, Any]]
@@ -55,43 +48,34 @@ def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
     def inner(key: object, item: Any) -> Any:
         # The keys 1 and "1" are different.
         text = f"{type(key).__name__}:{key}" if isinstance(value, dict) and not isinstance(key, str) else str(key)
-        part = _quoted(text)
-        return encode(item, leaf, where, f"{path}/{part}" if path else part)
+        return encode(item, leaf, where, f"{path}/{_quoted(text)}" if path else _quoted(text))
 
     if path.count("/") > MAX_DEPTH:
         raise ArgumentError(f"{where}: nested more than {MAX_DEPTH} levels deep (does it contain itself?)")
-    if value is None or isinstance(value, (bool, int, str)):
-        # Subclasses (enums, numpy's bool) would come back as something else.
-        if type(value) in (type(None), bool, int, str):
-            return value
-    elif isinstance(value, torch.Tensor):
+    kind = type(value)
+    if kind in (type(None), bool, int, str):
+        return value
+    if isinstance(value, torch.Tensor):
         return {"$tensor": path, **leaf(path, value)}
-    elif type(value) is float:
+    if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
-    elif type(value) is bytes:
+    if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
-    elif type(value) is list:
-        return [inner(index, item) for index, item in enumerate(value)]
-    elif type(value) is tuple:
-        return {"$tuple": [inner(index, item) for index, item in enumerate(value)]}
-    elif type(value) is dict:
+    if kind in (list, tuple):
+        items = [inner(index, item) for index, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
+    if kind is dict:
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: inner(key, item) for key, item in value.items()}
         return {"$dict": [[encode(key, leaf, where, path), inner(key, item)] for key, item in value.items()]}
-    kind = type(value)
     for name, known in DICTS.items():
         if kind is known:
             return {name: encode(dict(value), leaf, where, path)}
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
-        name = value.dtype.name
-        if name in NUMBERS and numpy.dtype(name).type is kind:
-            return {"$numpy": [name, encode(value.item(), leaf, where, path)]}
     at = f" at '{path}'" if path else ""
     raise ArgumentError(
         f"{where}{at}: a checkpoint holds tensors, numbers, strings, bytes, and lists, tuples and dicts of them "
-        f"(OrderedDict, Counter and NumPy's numbers too), and got {type(value).__module__}."
-        f"{type(value).__qualname__}. Save what its state_dict() returns, or convert it."
+        f"(OrderedDict and Counter too), and got {kind.__module__}.{kind.__qualname__}. Save what its state_dict() "
+        "returns, or convert it."
     )
 
 
@@ -138,10 +122,8 @@ def decode(value: Any, tensor: Callable[[dict[str, Any]], Any], where: str) -> A
         return [decode(item, tensor, where) for item in value]
     if not isinstance(value, dict):
         return value
-    for kind in value:
-        if kind.startswith("$"):
-            break
-    else:
+    kind = next((key for key in value if key.startswith("$")), None)
+    if kind is None:
         return {key: decode(item, tensor, where) for key, item in value.items()}
     content = value[kind]
     try:
@@ -156,26 +138,10 @@ def decode(value: Any, tensor: Callable[[dict[str, Any]], Any], where: str) -> A
         if kind == "$dict":
             return {decode(key, tensor, where): decode(item, tensor, where) for key, item in content}
         if kind in DICTS:
-            return DICTS[kind](_checked(dict, decode(content, tensor, where)))
-        if kind == "$numpy":
-            return _number(content[0], decode(content[1], tensor, where))
+            items = decode(content, tensor, where)
+            if type(items) is not dict:
+                raise TypeError(f"a {type(items).__name__} where a dict belongs")
+            return DICTS[kind](items)
     except (TypeError, ValueError, OverflowError, LookupError) as error:
         raise CorruptError(f"{where}: {kind} with {str(content)[:80]!r} ({error})") from error
     raise CorruptError(f"{where}: unknown kind of value {kind[:80]!r}")
-
-
-def _checked(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"a {type(value).__name__} where a {kind.__name__} belongs")
-    return value
-
-
-def _number(name: Any, value: Any) -> Any:
-    if _checked(str, name) not in NUMBERS or type(value).__name__ != name.strip("u0123456789"):
-        raise ValueError(f"{value!r} as {name!r}")
-    try:
-        numpy: Any = import_module("numpy")
-    except ImportError as error:
-        raise UnsupportedError(f"a number of NumPy ({name}) was saved, and NumPy is not installed") from error
-    with numpy.errstate(all="ignore"):  # no warnings: this is the value that was saved
-        return numpy.dtype(name).type(value)

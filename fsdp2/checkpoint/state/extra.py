@@ -166,17 +166,13 @@ def extra_shares(extra: Mapping[str, Any]) -> list[ExtraShare]:
         pieces: list[Piece] = []
 
         def leaf(path: str, tensor: torch.Tensor, key: str = key, pieces: list[Piece] = pieces) -> dict[str, Any]:
-            dtype = name_of(tensor.dtype)
-            if tensor.is_nested or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or dtype is None:
-                kind = "a nested one" if tensor.is_nested else type(tensor).__name__
+            dtype, is_plain = name_of(tensor.dtype), type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+            if not is_plain or not is_dense or dtype is None:
                 raise ArgumentError(
-                    f"extra '{key}' at '{path}': expected a plain tensor of a dtype of safetensors, got {kind} of "
-                    f"{tensor.dtype}; sharded tensors belong to model= or optimizer="
-                )
-            if tensor.layout is not torch.strided or tensor.is_meta:
-                raise ArgumentError(
-                    f"extra '{key}' at '{path}': a checkpoint holds dense tensors with values, got one with layout "
-                    f"{tensor.layout} on {tensor.device}; save what to_dense() makes of it, or its indices and values"
+                    f"extra '{key}' at '{path}': expected a plain, dense tensor with values of a dtype of safetensors, "
+                    f"got a {'nested ' * tensor.is_nested}{type(tensor).__name__} of {tensor.dtype} with layout "
+                    f"{tensor.layout} on {tensor.device}; sharded tensors belong to model= or optimizer="
                 )
             name = f"{key}/{path}"
             check_name(name, names)

@@ -271,7 +271,7 @@ def _plain_entries(entry: Entry) -> Iterator[Entry]:
     Raises:
         ArgumentError: it is of a kind that cannot be stored (sparse, quantised, an unknown subclass).
     """
-    local = entry.local
+    local, tiling = entry.local, entry.tiling
     if not is_wrapper(local):
         yield checked(entry)
         return
@@ -282,8 +282,7 @@ def _plain_entries(entry: Entry) -> Iterator[Entry]:
             "__tensor_flatten__, or save what to_dense(), dequantize() or the like makes of it"
         )
     for attribute in flatten()[0]:
-        part = getattr(local, attribute)
-        name, tiling = f"{entry.name}.{attribute}", entry.tiling
+        part, name = getattr(local, attribute), f"{entry.name}.{attribute}"
         by_rows = all(dim == 0 for _, dim in tiling.cuts) and part.shape[:1] == local.shape[:1]
         if tiling.cuts and not by_rows:
             raise ArgumentError(
@@ -291,7 +290,6 @@ def _plain_entries(entry: Entry) -> Iterator[Entry]:
                 f"that is cut along dims {sorted({dim for _, dim in tiling.cuts})}: the rows that it belongs to cannot "
                 "be determined"
             )
-        shape = (*tiling.shape[:1], *part.shape[1:]) if tiling.cuts else tuple(part.shape)
-        inner = replace(tiling, shape=shape)
+        inner = replace(tiling, shape=(*tiling.shape[:1], *part.shape[1:]) if tiling.cuts else tuple(part.shape))
         box = Box((*entry.box.start[:1], *(0,) * (part.ndim - 1)), tuple(part.shape)) if part.ndim else Box((), ())
         yield from _plain_entries(Entry(name, part.detach(), inner, box, entry.outside, entry.copy))

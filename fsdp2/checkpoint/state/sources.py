@@ -22,6 +22,9 @@ __all__ = ["Source", "Sources", "concatenated", "source_of", "stacked", "stored"
 MOST_SHOWN = 8  # sources listed in an error: a model may have hundreds of experts
 
 
+# The stored tensors, by name.
+Infos = Mapping[str, StoredTensorInfo]
+
 # A part of a stored tensor and where it goes: (name, a view of the destination, which part).
 Wanted = tuple[str, torch.Tensor, Box]
 
@@ -35,7 +38,7 @@ class Source(ABC):
         """The stored tensors that it uses."""
 
     @abstractmethod
-    def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
+    def info(self, tensors: Infos) -> StoredTensorInfo:
         """Its dtype and shape.
 
         Args:
@@ -46,7 +49,7 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
+    def wanted(self, target: torch.Tensor, box: Box, tensors: Infos) -> Iterator[Wanted]:
         """What to read, and where to put it, for a part of the result.
 
         Args:
@@ -65,22 +68,22 @@ class Source(ABC):
     @property
     def T(self) -> "Source":
         """A 2-D tensor transposed: for checkpoints whose linear layers are stored as ``(in, out)``."""
-        return _Transposed(self)
+        return _Transposed((self,))
 
     def transpose(self, dim0: int, dim1: int) -> "Source":
         """Two dims exchanged, of any number of dims (negative: from the last one)."""
-        return _Transposed(self, (dim0, dim1))
+        return _Transposed((self,), (dim0, dim1))
 
     def reshape(self, *shape: int) -> "Source":
         """The same elements in row-major order in another shape; one size may be -1, to be inferred. A part of it is
         read as the boxes that it consists of, so a part that cuts across merged or split dims takes several
         requests."""
-        return _Reshaped(self, shape)
+        return _Reshaped((self,), shape)
 
     def narrow(self, dim: int, start: int, length: int) -> "Source":
         """A part of it along a dim (negative: from the last one): for checkpoints that fuse tensors that the model
         keeps separate."""
-        return _Narrowed(self, dim, start, length)
+        return _Narrowed((self,), dim, start, length)
 
 
 def stored(name: str) -> Source:
@@ -161,107 +164,19 @@ class _Stored(Source):
     def under(self, names: Mapping[str, str]) -> Source:
         return _Stored(names.get(self.name, self.name))
 
-    def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
+    def info(self, tensors: Infos) -> StoredTensorInfo:
         return tensors[self.name]
 
-    def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
+    def wanted(self, target: torch.Tensor, box: Box, tensors: Infos) -> Iterator[Wanted]:
         if box.numel:
             yield self.name, target, box
 
 
 @dataclass(frozen=True)
-class _Derived(Source):
-    inner: Source
+class _Made(Source):
+    """A source made of others."""
 
-    def names(self) -> set[str]:
-        return self.inner.names()
-
-    def under(self, names: Mapping[str, str]) -> Source:
-        return replace(self, inner=self.inner.under(names))
-
-
-@dataclass(frozen=True)
-class _Transposed(_Derived):
-    """
-    Args:
-        dims: which are exchanged; None for the two that there are.
-    """
-
-    dims: tuple[int, int] | None = None
-
-    def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
-        info = self.inner.info(tensors)
-        if self.dims is None and len(info.shape) != 2:
-            raise MismatchError(f"{_shown(self.inner)}.T: expected 2 dims, stored are {list(info.shape)}")
-        if any(_counted(dim, info.shape) is None for dim in self._dims()):
-            raise MismatchError(f"{_shown(self.inner)}.transpose{self.dims}: stored are {list(info.shape)}")
-        return StoredTensorInfo(info.dtype, self._exchanged(info.shape))
-
-    def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
-        inner = Box(self._exchanged(box.start), self._exchanged(box.shape))
-        yield from self.inner.wanted(target.transpose(*self._dims()), inner, tensors)
-
-    def _dims(self) -> tuple[int, int]:
-        return self.dims or (0, 1)
-
-    def _exchanged(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        result = list(sizes)
-        one, other = self._dims()
-        result[one], result[other] = result[other], result[one]
-        return tuple(result)
-
-
-@dataclass(frozen=True)
-class _Reshaped(_Derived):
-    shape: tuple[int, ...]
-
-    def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
-        info = self.inner.info(tensors)
-        total, known = prod(info.shape), prod(size for size in self.shape if size != -1)
-        shape = tuple(total // known if size == -1 and known else size for size in self.shape)
-        if min(shape, default=0) < 0 or self.shape.count(-1) > 1 or prod(shape) != total:
-            raise MismatchError(f"{_shown(self.inner)}.reshape{self.shape}: stored are {list(info.shape)}")
-        return StoredTensorInfo(info.dtype, shape)
-
-    def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
-        there, here = self.inner.info(tensors).shape, self.info(tensors).shape
-
-        def found(part: Box) -> tuple[torch.Tensor, Box] | None:
-            """Where a part goes and what it is of the inner source, if it is one box there."""
-            rows = flat_range(part, here)
-            boxes = [] if rows is None else list(boxes_of_flat_range(there, *rows))
-            view = _viewed(target[part.within(box).slices()], boxes[0].shape) if len(boxes) == 1 else None
-            return None if view is None else (view, boxes[0])
-
-        for part in box.split_until(lambda part: found(part) is not None) if box.numel else ():
-            place = found(part)
-            assert place is not None, part  # a single element is one box, and any view of it is possible
-            yield from self.inner.wanted(*place, tensors)
-
-
-@dataclass(frozen=True)
-class _Narrowed(_Derived):
-    dim: int
-    start: int
-    length: int
-
-    def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
-        info = self.inner.info(tensors)
-        dim = _counted(self.dim, info.shape)
-        if dim is None or not 0 <= self.start <= self.start + self.length <= info.shape[dim]:
-            raise MismatchError(
-                f"{_shown(self.inner)}.narrow({self.dim}, {self.start}, {self.length}): stored are {list(info.shape)}"
-            )
-        return StoredTensorInfo(info.dtype, (*info.shape[:dim], self.length, *info.shape[dim + 1 :]))
-
-    def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
-        yield from self.inner.wanted(target, _moved(box, self.dim % len(box.shape), self.start), tensors)
-
-
-@dataclass(frozen=True)
-class _Joined(Source):
     parts: tuple[Source, ...]
-    dim: int
 
     def names(self) -> set[str]:
         return {name for part in self.parts for name in part.names()}
@@ -269,44 +184,127 @@ class _Joined(Source):
     def under(self, names: Mapping[str, str]) -> Source:
         return replace(self, parts=tuple(part.under(names) for part in self.parts))
 
+    def _unfit(self, how: str, infos: Sequence[StoredTensorInfo]) -> MismatchError:
+        shown = [
+            f"{', '.join(map(repr, sorted(part.names())))} {info.dtype} {list(info.shape)}"
+            for part, info in zip(self.parts, infos, strict=True)
+        ]
+        more = f" and {len(shown) - MOST_SHOWN} more" if len(shown) > MOST_SHOWN else ""
+        return MismatchError(f"{how} does not fit what is stored: {', '.join(shown[:MOST_SHOWN])}{more}")
+
 
 @dataclass(frozen=True)
-class _Concatenated(_Joined):
-    def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
-        infos = [part.info(tensors) for part in self.parts]
-        shape = infos[0].shape
-        dim = _counted(self.dim, shape)
-        if dim is None or len({(info.dtype, len(info.shape), *_without(info.shape, dim)) for info in infos}) != 1:
-            shown = _listed(self.parts, infos)
-            raise MismatchError(f"concatenated along dim {self.dim}: these do not fit together: {shown}")
-        total = sum(info.shape[dim] for info in infos)
-        return StoredTensorInfo(infos[0].dtype, (*shape[:dim], total, *shape[dim + 1 :]))
+class _Transposed(_Made):
+    """
+    Args:
+        dims: which are exchanged; None for the two that there are.
+    """
 
-    def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
+    dims: tuple[int, int] | None = None
+
+    def info(self, tensors: Infos) -> StoredTensorInfo:
+        info = self.parts[0].info(tensors)
+        one, other = self.dims or (0, 1)
+        is_2d = self.dims is not None or len(info.shape) == 2
+        if not is_2d or _counted(one, info.shape) is None or _counted(other, info.shape) is None:
+            raise self._unfit(".T of two dims" if self.dims is None else f"transpose{self.dims}", [info])
+        return StoredTensorInfo(info.dtype, self._exchanged(info.shape))
+
+    def wanted(self, target: torch.Tensor, box: Box, tensors: Infos) -> Iterator[Wanted]:
+        inner = Box(self._exchanged(box.start), self._exchanged(box.shape))
+        yield from self.parts[0].wanted(target.transpose(*self.dims or (0, 1)), inner, tensors)
+
+    def _exchanged(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        result = list(sizes)
+        one, other = self.dims or (0, 1)
+        result[one], result[other] = result[other], result[one]
+        return tuple(result)
+
+
+@dataclass(frozen=True)
+class _Reshaped(_Made):
+    shape: tuple[int, ...]
+
+    def info(self, tensors: Infos) -> StoredTensorInfo:
+        info = self.parts[0].info(tensors)
+        total, known = prod(info.shape), prod(size for size in self.shape if size != -1)
+        shape = tuple(total // known if size == -1 and known else size for size in self.shape)
+        if min(shape, default=0) < 0 or self.shape.count(-1) > 1 or prod(shape) != total:
+            raise self._unfit(f"reshape{self.shape}", [info])
+        return StoredTensorInfo(info.dtype, shape)
+
+    def wanted(self, target: torch.Tensor, box: Box, tensors: Infos) -> Iterator[Wanted]:
+        there, here = self.parts[0].info(tensors).shape, self.info(tensors).shape
+
+        def found(part: Box) -> tuple[torch.Tensor, Box] | None:
+            """Where a part goes and what it is of the inner source, if it is one box there."""
+            rows = flat_range(part, here)
+            boxes = [] if rows is None else list(boxes_of_flat_range(there, *rows))
+            try:
+                return (target[part.within(box).slices()].view(boxes[0].shape), boxes[0]) if len(boxes) == 1 else None
+            except RuntimeError:  # the strides do not allow it
+                return None
+
+        for part in box.split_until(lambda part: found(part) is not None) if box.numel else ():
+            place = found(part)
+            assert place is not None, part  # a single element is one box, and any view of it is possible
+            yield from self.parts[0].wanted(*place, tensors)
+
+
+@dataclass(frozen=True)
+class _Narrowed(_Made):
+    dim: int
+    start: int
+    length: int
+
+    def info(self, tensors: Infos) -> StoredTensorInfo:
+        info = self.parts[0].info(tensors)
+        dim = _counted(self.dim, info.shape)
+        if dim is None or not 0 <= self.start <= self.start + self.length <= info.shape[dim]:
+            raise self._unfit(f"narrow({self.dim}, {self.start}, {self.length})", [info])
+        return StoredTensorInfo(info.dtype, _with(info.shape, dim, self.length))
+
+    def wanted(self, target: torch.Tensor, box: Box, tensors: Infos) -> Iterator[Wanted]:
+        dim = self.dim % len(box.shape)
+        moved = Box(_with(box.start, dim, box.start[dim] + self.start), box.shape)
+        yield from self.parts[0].wanted(target, moved, tensors)
+
+
+@dataclass(frozen=True)
+class _Concatenated(_Made):
+    dim: int
+
+    def info(self, tensors: Infos) -> StoredTensorInfo:
+        infos = [part.info(tensors) for part in self.parts]
+        dim = _counted(self.dim, infos[0].shape)
+        if dim is None or len({(info.dtype, len(info.shape), *_without(info.shape, dim)) for info in infos}) != 1:
+            raise self._unfit(f"concatenated along dim {self.dim}", infos)
+        return StoredTensorInfo(infos[0].dtype, _with(infos[0].shape, dim, sum(info.shape[dim] for info in infos)))
+
+    def wanted(self, target: torch.Tensor, box: Box, tensors: Infos) -> Iterator[Wanted]:
         dim = self.dim % len(box.shape)
         sizes = [part.info(tensors).shape[dim] for part in self.parts]
         low, high = box.start[dim], box.end[dim]
         for part, size, end in zip(self.parts, sizes, accumulate(sizes), strict=True):
             first, last = max(low, end - size), min(high, end)
             if first < last:
-                shape = (*box.shape[:dim], last - first, *box.shape[dim + 1 :])
-                start = (*box.start[:dim], first - (end - size), *box.start[dim + 1 :])
-                yield from part.wanted(target.narrow(dim, first - low, last - first), Box(start, shape), tensors)
+                own = Box(_with(box.start, dim, first - (end - size)), _with(box.shape, dim, last - first))
+                yield from part.wanted(target.narrow(dim, first - low, last - first), own, tensors)
 
 
 @dataclass(frozen=True)
-class _Stacked(_Joined):
-    def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
+class _Stacked(_Made):
+    dim: int
+
+    def info(self, tensors: Infos) -> StoredTensorInfo:
         infos = [part.info(tensors) for part in self.parts]
         shape = infos[0].shape
         dim = _counted(self.dim, (len(infos), *shape))
         if dim is None or any(info != infos[0] for info in infos):
-            raise MismatchError(
-                f"stacked along dim {self.dim}: these do not fit together: {_listed(self.parts, infos)}"
-            )
+            raise self._unfit(f"stacked along dim {self.dim}", infos)
         return StoredTensorInfo(infos[0].dtype, (*shape[:dim], len(infos), *shape[dim:]))
 
-    def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
+    def wanted(self, target: torch.Tensor, box: Box, tensors: Infos) -> Iterator[Wanted]:
         dim = self.dim % len(box.shape)
         inner = Box(_without(box.start, dim), _without(box.shape, dim))
         for place in range(box.shape[dim]):
@@ -318,26 +316,9 @@ def _counted(dim: int, shape: tuple[int, ...]) -> int | None:
     return dim % len(shape) if -len(shape) <= dim < len(shape) else None
 
 
-def _moved(box: Box, dim: int, by: int) -> Box:
-    return Box((*box.start[:dim], box.start[dim] + by, *box.start[dim + 1 :]), box.shape)
+def _with(sizes: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return (*shape[:dim], *shape[dim + 1 :])
-
-
-def _shown(source: Source) -> str:
-    return ", ".join(repr(name) for name in sorted(source.names()))
-
-
-def _listed(parts: Sequence[Source], infos: Sequence[StoredTensorInfo]) -> str:
-    shown = [f"{_shown(part)} {info.dtype} {list(info.shape)}" for part, info in zip(parts, infos, strict=True)]
-    return ", ".join(shown[:MOST_SHOWN]) + (f" and {len(shown) - MOST_SHOWN} more" if len(shown) > MOST_SHOWN else "")
-
-
-def _viewed(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """The same memory in another shape; None if its strides do not allow that."""
-    try:
-        return tensor.view(shape)
-    except RuntimeError:
-        return None
+def _without(sizes: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*sizes[:dim], *sizes[dim + 1 :])

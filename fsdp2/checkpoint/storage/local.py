@@ -93,13 +93,10 @@ class LocalStorage:
         times = [os.lstat(path).st_mtime, *(os.lstat(self.join(path, name)).st_mtime for name in self.names(path))]
         return time.time() - max(times)
 
-    def write_file(self, path: str, size: int) -> "LocalWriter":
-        """Start a new file of `size` bytes."""
-        return LocalWriter(path, size, os.O_TRUNC)
-
-    def join_file(self, path: str, size: int) -> "LocalWriter":
-        """Open a file of `size` bytes that several ranks write to; the first one creates it."""
-        return LocalWriter(path, size, 0)
+    def write_file(self, path: str, size: int, shared: bool = False) -> "LocalWriter":
+        """Start a file of `size` bytes: a new one, or (shared) one that several ranks write to and the first one
+        creates."""
+        return LocalWriter(path, size, 0 if shared else os.O_TRUNC)
 
     def write_all(self, path: str, content: bytes, new: bool = False) -> None:
         """Write a small file atomically and durably.

@@ -94,8 +94,7 @@ class RemoteStorage:
 
     def names(self, folder: str) -> list[str]:
         """See `LocalStorage`."""
-        found = (_name_of(entry) for entry in self._list(folder))
-        return sorted({posixpath.basename(name) for name in found})
+        return sorted({posixpath.basename(_name_of(entry)) for entry in self._list(folder)})
 
     def size(self, path: str) -> int | None:
         """See `LocalStorage`."""
@@ -114,11 +113,10 @@ class RemoteStorage:
 
     def age(self, path: str) -> float:
         """See `LocalStorage`. Zero if the file system does not tell, because the file may be in use."""
-        entries = self._list(path)
         own = self._look(path)
         if own is None:
             raise FileNotFoundError(f"{path}: there is no such file or folder")
-        times = [changed for entry in (own, *entries) if (changed := _changed(entry)) is not None]
+        times = [changed for entry in (own, *self._list(path)) if (changed := _changed(entry)) is not None]
         return time.time() - max(times) if times else 0.0
 
     def write_file(self, path: str, size: int) -> "RemoteWriter":
@@ -126,10 +124,6 @@ class RemoteStorage:
         with _errors(path):
             handle = self._fs.open(self._bare(path), "wb")
         return RemoteWriter(path, size, handle)
-
-    def join_file(self, path: str, size: int) -> "RemoteWriter":
-        """See `LocalStorage`; not supported here."""
-        raise UnsupportedError(f"{path}: several ranks cannot write to one file here")
 
     def write_all(self, path: str, content: bytes, new: bool = False) -> None:
         """See `LocalStorage`."""

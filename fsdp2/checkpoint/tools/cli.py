@@ -17,14 +17,13 @@ from typing import Any
 import torch
 
 from fsdp2.checkpoint.opening import checkpoints_in, is_checkpoint
-from fsdp2.checkpoint.run.folders import discard_left_over, left_overs
 from fsdp2.checkpoint.run.retention import checkpoints, prune, superseded
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.checkpoint.tools import screen
 from fsdp2.checkpoint.tools.converting import LAYOUTS, convert
 from fsdp2.checkpoint.tools.describing import Description, describe
 from fsdp2.checkpoint.tools.inspection import Report, find_damage, verify
-from fsdp2.errors import ArgumentError, CorruptError, FSDPError
+from fsdp2.errors import CorruptError, FSDPError
 
 __all__ = ["main"]
 
@@ -39,11 +38,7 @@ FLAGS = {
     "verify=False": "--no-verify",
     "fsdp2.checkpoint.latest(folder)": "the newest",
 }
-UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("", 1000), ("B", 1000), ("iB", 1024))
-}
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,10 +121,9 @@ def _parser() -> argparse.ArgumentParser:
 
     one = add("prune", _prune, "delete old checkpoints of a run")
     one.add_argument("folder", metavar="RUN")
-    one.add_argument("--keep", type=int, metavar="N", help="how many of the newest stay")
+    one.add_argument("--keep", type=int, metavar="N", required=True, help="how many of the newest stay")
     one.add_argument("--every", type=int, metavar="STEPS", help="multiples of this stay besides")
     one.add_argument("--verify", action="store_true", help="only those that were read to the end count as sound")
-    one.add_argument("--sweep", action="store_true", help="delete what dead saves left more than an hour ago")
     one.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     return parser
 
@@ -155,9 +149,9 @@ def _command(
 
 def _size(text: str) -> int:
     """Bytes of "5GB", "512MiB", "1000"."""
-    digits = text.rstrip("BKMGTi")
+    number = text.rstrip("B").rstrip("KMGTi")
     try:
-        return int(float(digits) * UNITS[text[len(digits) :]])
+        return int(float(number) * UNITS[text.rstrip("B")[len(number) :]])
     except (KeyError, ValueError, OverflowError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 512MiB or 1000") from error
 
@@ -174,7 +168,6 @@ def _members(folder: str) -> list[str]:
 
 
 def _describe(args: argparse.Namespace) -> int:
-    storage, path = storage_of(args.folder)
     runs = _members(args.folder)
     if not runs:
         description = describe(args.folder)
@@ -183,17 +176,16 @@ def _describe(args: argparse.Namespace) -> int:
         else:
             _write(screen.described(description, args.tensors))
         return OK
-    found, dead = list[Description](), left_overs(storage, path)
-    damaged: dict[str, str] = {}
+    found, damaged = list[Description](), dict[str, str]()
     for folder in runs:
         try:
             found.append(describe(folder))
         except FSDPError as error:
             damaged[folder] = str(error)
     if args.json:
-        _write_json({"checkpoints": [_as_json(one) for one in found], "damaged": damaged, "left_overs": dead})
+        _write_json({"checkpoints": [_as_json(one) for one in found], "damaged": damaged})
     else:
-        _write(screen.listed(found, damaged.values(), dead))
+        _write(screen.listed(found, damaged.values()))
     return DAMAGED if damaged else OK
 
 
@@ -211,15 +203,18 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    options = {
-        "max_file_bytes": args.max_file_size,
-        "model_only": args.model_only,
-        "overwrite": args.overwrite,
-        "verify": not args.no_verify,
-    }
-    dtype = DTYPES[args.dtype] if args.dtype else None
-    progress = None if args.json else screen.progress(f"convert {args.source}")
-    folder = convert(args.source, args.target, to=args.to, world=args.world, dtype=dtype, progress=progress, **options)
+    folder = convert(
+        args.source,
+        args.target,
+        to=args.to,
+        world=args.world,
+        dtype=DTYPES[args.dtype] if args.dtype else None,
+        progress=None if args.json else screen.progress(f"convert {args.source}"),
+        model_only=args.model_only,
+        max_file_bytes=args.max_file_size,
+        overwrite=args.overwrite,
+        verify=not args.no_verify,
+    )
     if args.json:
         _write_json({"folder": folder})
     else:
@@ -228,22 +223,13 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    if args.keep is None and not args.sweep:
-        raise ArgumentError("prune: say how many checkpoints to keep (--keep N), or --sweep")
-    storage, path = storage_of(args.folder)
-    valid = verify if args.verify else None
-    looked = args.keep is not None and args.dry_run
-    old = superseded(args.folder, args.keep, args.every, valid) if looked else []
-    if args.keep is not None and not args.dry_run:
-        old = prune(args.folder, args.keep, args.every, valid)
-    dead = left_overs(storage, path) if args.sweep else []
-    if not args.dry_run:
-        dead = [one for one in dead if discard_left_over(storage, one)]
+    work = superseded if args.dry_run else prune
+    old = work(args.folder, args.keep, args.every, verify if args.verify else None)
     if args.json:
-        _write_json({"deleted": not args.dry_run, "checkpoints": old, "left_overs": dead})
+        _write_json({"deleted": not args.dry_run, "checkpoints": old})
     else:
         verb = "would delete" if args.dry_run else "deleted"
-        _write([f"{verb} {folder}" for folder in (*old, *dead)] or ["nothing to delete"])
+        _write([f"{verb} {folder}" for folder in old] or ["nothing to delete"])
     return OK
 
 

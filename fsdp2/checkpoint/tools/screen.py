@@ -59,15 +59,14 @@ def described(one: Description, pattern: str | None) -> Iterator[str]:
     yield from (f"not read: {name}: {why}" for name, why in one.left_out.items())
 
 
-def listed(found: Iterable[Description], damaged: Iterable[str], dead: Iterable[str]) -> Iterator[str]:
-    """The checkpoints of a run, what is wrong with those that cannot be read, and what dead saves left behind."""
+def listed(found: Iterable[Description], damaged: Iterable[str]) -> Iterator[str]:
+    """The checkpoints of a run, and what is wrong with those that cannot be read."""
     rows = [
         (os.path.basename(d.folder), d.step, d.world or "", d.layout or d.kind, len(d.tensors), _size(d.nbytes))
         for d in found
     ]
     yield from _table("checkpoint, >step, >ranks, layout, >tensors, >size", rows)
     yield from (f"damaged: {problem}" for problem in damaged)
-    yield from (f"left over: {folder}" for folder in dead)
 
 
 def reported(report: Report) -> Iterator[str]:
