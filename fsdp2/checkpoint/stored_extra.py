@@ -26,6 +26,7 @@ class StoredExtra:
         manifest = catalog.manifest if isinstance(catalog, NativeCatalog) else None
         self._saved_world = manifest.extra_world if manifest is not None else 0
         self._shares: Mapping[str, Sequence[Mapping[str, Any]]] = manifest.extra if manifest is not None else {}
+        self._is_resharded = self._saved_world != world.size
 
     def check(self, targets: Mapping[str, Any], missing: list[str], mismatches: list[str]) -> None:
         """Before anything is read: note keys that are not stored, and those whose states cannot be redistributed."""
@@ -34,7 +35,7 @@ class StoredExtra:
                 missing.append(f"extra '{key}'")
             elif self._mine(key) is not None or (isinstance(target, Reshardable) and self._is_resharded):
                 continue
-            elif self._world.size == self._saved_world:
+            elif not self._is_resharded:
                 missing.append(f"extra '{key}' of rank {self._world.rank}, which gave none")
             else:
                 mismatches.append(
@@ -42,11 +43,6 @@ class StoredExtra:
                     f"there are {self._world.size}: give it a method load_resharded(states, rank, world_size), or "
                     "leave it out"
                 )
-
-    @property
-    def _is_resharded(self) -> bool:
-        """Whether the number of ranks has changed."""
-        return self._saved_world != self._world.size
 
     def give(self, targets: Mapping[str, Any], verify: bool) -> dict[str, Any]:
         """Load the states into the targets.
@@ -57,8 +53,7 @@ class StoredExtra:
         values = {}
         # Generators last: another object may draw random numbers while it loads its state.
         for key in sorted(self._shares, key=lambda key: isinstance(targets.get(key), RandomState)):
-            share = self._mine(key)
-            target = targets.get(key)
+            share, target = self._mine(key), targets.get(key)
             if share is not None:
                 values[key] = self._read(share, verify)
             if isinstance(target, Reshardable) and self._is_resharded:
@@ -73,18 +68,17 @@ class StoredExtra:
         shares = self._shares[key]
         if len(shares) == 1 and len(shares[0]["ranks"]) == self._saved_world:
             return shares[0]
-        return self._of_rank(key, self._world.rank) if self._world.size == self._saved_world else None
+        return None if self._is_resharded else self._of_rank(key, self._world.rank)
 
     def _of_rank(self, key: str, rank: int) -> Mapping[str, Any] | None:
         return next((share for share in self._shares[key] if rank in share["ranks"]), None)
 
     def _read(self, share: Mapping[str, Any] | None, verify: bool) -> Any:
         """The value of a share, with its tensors; None from a rank that gave nothing."""
+        catalog, requests = self._catalog, list[Request]()
+        assert isinstance(catalog, NativeCatalog)
         if share is None:
             return None
-        assert isinstance(self._catalog, NativeCatalog)
-        catalog = self._catalog
-        requests: list[Request] = []
 
         def tensor(note: dict[str, Any]) -> torch.Tensor:
             piece = catalog.extra_piece(share["file"], f"{share['key']}/{note['$tensor']}")

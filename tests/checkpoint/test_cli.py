@@ -346,6 +346,8 @@ def test_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for args in (
         ["verify", tmp_path],
         ["describe", tmp_path / "no"],
+        ["prune", tmp_path, "--keep", 0],
+        ["prune", tmp_path, "--keep", 1, "--every", 0],
     ):
         assert main([str(arg) for arg in args]) == 2
         assert capsys.readouterr().err.startswith("error: ")

@@ -69,9 +69,6 @@ VALUES: dict[str, Any] = {
     "a.b/c d": "an odd name",
     "ordered": collections.OrderedDict([("b", 1), ("a", [collections.OrderedDict(), torch.ones(2)]), (3, "int")]),
     "counters": [collections.Counter("abca"), collections.Counter({(1, 2): -3}), collections.Counter()],
-    "numpy": [np.float64(0.1), np.float32(0.1), np.float16(-0.0), np.int64(-(2**63)), np.uint8(255), np.bool_(True)],
-    "numpy's nan": [np.float32("nan"), np.float64("-inf")],
-    "numpy's keys": {np.int64(1): np.float32(1), 1.5: 2},
 }
 
 
@@ -219,6 +216,7 @@ class Text(str):
         torch.Size([2]),
         torch.max(torch.eye(2), dim=0),
         time.gmtime(0),
+        np.float64(1),
         np.longdouble(1),
         np.complex64(1),
         np.datetime64("2020-01-01"),

@@ -98,10 +98,6 @@ def read_header(reader: Reader, path: str, expected: tuple[int, str] | None = No
     Raises:
         CorruptError: it is damaged, or not the file that was expected.
     """
-    return parse_header(_header_text(reader, path, expected), path, reader.size)
-
-
-def _header_text(reader: Reader, path: str, expected: tuple[int, str] | None) -> bytes:
     if expected is not None and reader.size != expected[0]:
         raise CorruptError(
             f"{path}: has {reader.size} bytes, and the manifest lists {expected[0]}: it was cut or written to"
@@ -115,13 +111,12 @@ def _header_text(reader: Reader, path: str, expected: tuple[int, str] | None) ->
             "file"
         )
     text = _read_text(reader, path, 8, length)
-    if expected is not None:
-        crc = f"{zlib.crc32(text, zlib.crc32(start)):08x}"
-        if crc != expected[1]:
-            raise CorruptError(
-                f"{path}: the header (bytes 0..{8 + length}) has checksum {crc}, and the manifest lists {expected[1]}"
-            )
-    return text
+    crc = f"{zlib.crc32(text, zlib.crc32(start)):08x}"
+    if expected is not None and crc != expected[1]:
+        raise CorruptError(
+            f"{path}: the header (bytes 0..{8 + length}) has checksum {crc}, and the manifest lists {expected[1]}"
+        )
+    return parse_header(text, path, reader.size)
 
 
 @dataclass(frozen=True)
@@ -233,29 +228,22 @@ class NativeCatalog(Catalog):
         return StoredPiece(path, stored.offset, whole(stored.shape), box, dtype, checked)
 
     def _rank_file(self, file: str, rank: int | None) -> _RankFile:
-        if file in self._files:
-            return self._files[file]
-        path = self.storage.join(self.path, file)
-        if file not in self.manifest.files:
-            raise CorruptError(f"{path}: is needed, and the manifest does not list it")
-        header = self.header_of(file)
-        about = parse_json(header.metadata.get("fsdp2", "null").encode(errors="surrogatepass"), path)
-        if (
-            not isinstance(about, dict)
-            or not isinstance(about.get("shards"), dict)
-            or not isinstance(about.get("sums"), dict)
-        ):
-            raise CorruptError(f"{path}: was not written by this program")
-        self._check_about(about, rank, path)
-        self._files[file] = _RankFile(path, header, about["shards"], about["sums"])
+        if file not in self._files:
+            path = self.storage.join(self.path, file)
+            if file not in self.manifest.files:
+                raise CorruptError(f"{path}: is needed, and the manifest does not list it")
+            header = self.header_of(file)
+            about = parse_json(header.metadata.get("fsdp2", "null").encode(errors="surrogatepass"), path)
+            fields = [about.get(key) for key in ("shards", "sums")] if isinstance(about, dict) else [None]
+            if not all(isinstance(each, dict) for each in fields):
+                raise CorruptError(f"{path}: was not written by this program")
+            if about.get("id") != self.manifest.id or (rank is not None and about.get("rank") != rank):
+                raise CorruptError(
+                    f"{path}: is of save {str(about.get('id'))[:40]!r}, rank {str(about.get('rank'))[:8]}; the "
+                    f"manifest is of save {self.manifest.id!r}. Files of two saves are mixed here."
+                )
+            self._files[file] = _RankFile(path, header, about["shards"], about["sums"])
         return self._files[file]
-
-    def _check_about(self, about: Mapping[str, Any], rank: int | None, path: str) -> None:
-        if about.get("id") != self.manifest.id or (rank is not None and about.get("rank") != rank):
-            raise CorruptError(
-                f"{path}: is of save {str(about.get('id'))[:40]!r}, rank {str(about.get('rank'))[:8]}; the manifest "
-                f"is of save {self.manifest.id!r}. Files of two saves are mixed here."
-            )
 
 
 def _checked_sums(sums: object, nbytes: int, path: str, name: str) -> str:

@@ -3,7 +3,7 @@
 ``checkpoint.json`` is ``{"crc32": ..., "body": {...}}``. The body:
 
 =============  ====================================================================================================
-format         "fsdp2/1"; a reader refuses formats that it does not know
+format         "fsdp2/2"; a reader refuses formats that it does not know
 id             of this save; every file has it, so files of two saves cannot be mixed
 step, world    as given to `save`; the number of ranks
 layout         "ranks" (each rank has its own files) or "consolidated" (whole tensors, as in Hugging Face's layout)
@@ -38,7 +38,7 @@ from fsdp2.placement.tiling import Grid, Tiling
 
 __all__ = ["FORMAT", "MANIFEST", "MAX_MANIFEST_BYTES", "SECTIONS", "Manifest", "Record", "body_of", "table_of"]
 
-FORMAT = "fsdp2/1"
+FORMAT = "fsdp2/2"
 MANIFEST = "checkpoint.json"
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_WORLD = 1 << 20

@@ -6,8 +6,7 @@ must have torch's form: ``{"state": {number: ...}, "param_groups": [...], **adde
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,19 +18,12 @@ __all__ = ["Contents", "contents_of", "load_by_itself", "loads_by_itself"]
 BASE = torch.optim.Optimizer
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What an optimizer holds.
+class Contents(NamedTuple):
+    """What an optimizer holds."""
 
-    Attributes:
-        states: by parameter; what is kept for nothing in particular has another key.
-        groups: the options of each param group.
-        added: what its own state dict has besides, by key.
-    """
-
-    states: Mapping[Any, Any]
-    groups: Sequence[Mapping[str, Any]]
-    added: Mapping[str, Any]
+    states: Mapping[Any, Any]  # by parameter; what is kept for nothing in particular has another key
+    groups: Sequence[Mapping[str, Any]]  # the options of each param group
+    added: Mapping[str, Any]  # what its own state dict has besides, by key
 
 
 def loads_by_itself(optimizer: BASE) -> bool:

@@ -170,7 +170,7 @@ def extra_shares(extra: Mapping[str, Any]) -> list[ExtraShare]:
             is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
             if not is_plain or not is_dense or dtype is None:
                 raise ArgumentError(
-                    f"extra '{key}' at '{path}': expected a plain, dense tensor with values of a dtype of safetensors, "
+                    f"extra '{key}' at '{path}': expected plain, dense tensors with values of a dtype of safetensors, "
                     f"got a {'nested ' * tensor.is_nested}{type(tensor).__name__} of {tensor.dtype} with layout "
                     f"{tensor.layout} on {tensor.device}; sharded tensors belong to model= or optimizer="
                 )

@@ -22,7 +22,6 @@ from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.run.folders import TRIES, id_at
 from fsdp2.checkpoint.schema.checksum import BLOCK
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
-from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.checkpoint.tools.describing import stray_files, tensor_nbytes
 from fsdp2.checkpoint.tools.streaming import CHUNK_BYTES, Meter, Progress
@@ -165,21 +164,19 @@ class _Verification:
         infos = [info for own in catalog.tensors.values() for info in own.values()]
         report.num_tensors = len(infos)
         meter = Meter(sum(map(tensor_nbytes, infos)), progress)
-        blocks: list[Damage] = []
         chunks = (
             (source, start, min(start + CHUNK_BYTES, source.nbytes))
             for source in self._sources()
             for start in range(0, source.nbytes, CHUNK_BYTES)
         )
-        for found in run_all(partial(_check, catalog.opened, meter), chunks, THREADS, "fsdp2-verify"):
-            for damage in found:
-                _append(blocks, damage)
+        found = run_all(partial(_check, catalog.opened, meter), chunks, THREADS, "fsdp2-verify")
         meter.finish()
         for section in catalog.tensors:  # which finds what is left out
             with self._noting(f"{section}'s values"), suppress(UnsupportedError):
                 catalog.values_of(section)
         report.left_out = catalog.left_out_texts()
-        report.damage += [Damage(file, problem, tuple(names)) for (file, problem), names in self._lost.items()] + blocks
+        report.damage += [Damage(file, problem, tuple(names)) for (file, problem), names in self._lost.items()]
+        report.damage += _joined(damage for each in found for damage in each)
         return report
 
     def _sources(self) -> Iterator[PieceBytes]:
@@ -249,23 +246,32 @@ def _check_bytes(files: OpenFiles, source: PieceBytes, start: int, data: memoryv
         yield Damage(file, sums[0] if sums else f"cannot be read ({text})", (source.name,), span)
 
 
-def _append(found: list[Damage], damage: Damage) -> None:
-    """Add damage; blocks that follow each other count as one."""
-    last = found[-1] if found else None
-    same = last is not None and (last.file, last.tensors) == (damage.file, damage.tensors)
-    if not same or last is None or last.span is None or damage.span is None or last.span[1] != damage.span[0]:
-        found.append(damage)
-        return
-    problem = last.problem if last.problem == damage.problem else "several blocks are not what was written"
-    found[-1] = Damage(last.file, problem, last.tensors, (last.span[0], damage.span[1]))
+def _joined(damages: Iterable[Damage]) -> list[Damage]:
+    """The same; blocks that follow each other count as one."""
+    found: list[Damage] = []
+    for damage in damages:
+        last = found[-1] if found else damage
+        if (
+            found
+            and last.span
+            and damage.span
+            and (last.file, last.tensors, last.span[1])
+            == (
+                damage.file,
+                damage.tensors,
+                damage.span[0],
+            )
+        ):
+            problem = last.problem if last.problem == damage.problem else "several blocks are not what was written"
+            found[-1] = Damage(last.file, problem, last.tensors, (last.span[0], damage.span[1]))
+        else:
+            found.append(damage)
+    return found
 
 
 def _damage_of(storage: Storage, path: str, error: Exception) -> Damage:
     """Damage from an error, whose message begins with the path of the file."""
     text, prefix = str(error), storage.join(path, "")
-    for name in sorted([*storage.names(path), MANIFEST], key=len, reverse=True):
-        if text.startswith(start := f"{storage.join(path, name)}: "):
-            return Damage(name, text.removeprefix(start))
     if text.startswith(prefix) and ": " in text:
         file, _, problem = text.removeprefix(prefix).partition(": ")
         return Damage(file, problem)
