@@ -27,10 +27,10 @@ from fsdp2.checkpoint.opening import not_replaced, open_catalog
 from fsdp2.checkpoint.ranks.agreement import Agreement, world_of
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.run.folders import TRIES
+from fsdp2.checkpoint.state.extra import StoredExtra
 from fsdp2.checkpoint.state.optimizer import Optimizers
 from fsdp2.checkpoint.state.sources import Sources
 from fsdp2.checkpoint.storage.base import Storage, storage_of
-from fsdp2.checkpoint.stored_extra import StoredExtra
 from fsdp2.errors import CheckpointError, MismatchError, ReplacedError
 from fsdp2.placement.box import Box
 

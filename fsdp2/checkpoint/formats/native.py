@@ -138,7 +138,7 @@ class NativeCatalog(Catalog):
             for section, records in manifest.records.items()
         }
         super().__init__(storage, path, NATIVE, manifest.step, tensors, manifest.aliases)
-        self.manifest = manifest
+        self.manifest, self.extra, self.extra_world = manifest, manifest.extra, manifest.extra_world
         self._files: dict[str, _RankFile] = {}
         self._own: dict[tuple[str, int], _RankFile] = {}
         self._headers: dict[str, Header] = {}

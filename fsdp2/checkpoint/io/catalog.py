@@ -50,6 +50,7 @@ class Catalog:
             is known once `values_of` the section was called.
         table: section -> name -> pieces, for formats in which they are all known from the start.
         known_values: what `values_of` has returned.
+        extra, extra_world: the extra state, see `manifest.py`; other formats have none.
     """
 
     storage: Storage
@@ -61,6 +62,8 @@ class Catalog:
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
     table: dict[str, dict[str, list[StoredPiece]]] = field(default_factory=dict)
     known_values: dict[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    extra: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    extra_world: int = 0
 
     @cached_property
     def opened(self) -> OpenFiles:
@@ -91,6 +94,10 @@ class Catalog:
             CorruptError: a file is damaged, or does not match the description of the folder.
         """
         return [piece for piece in self.table[section][name] if piece.box.intersect(wanted) is not None]
+
+    def extra_piece(self, file: str, name: str) -> StoredPiece:
+        """A tensor of the extra state."""
+        raise NotImplementedError
 
     def covering(self, section: str, name: str, box: Box) -> list[StoredPiece]:
         """The pieces that hold a part of a tensor.
