@@ -110,7 +110,7 @@ def _cloned(param: ManagedParameter) -> nn.Parameter:
     sharded, local = param.sharded, local_tensor(param.sharded)
     local = local.clone() if is_wrapper(local) else param.geometry.local_view(param.flat.clone())
     copied = make_parameter(local, param.plan.specs.sharded(local.dtype), sharded.requires_grad)
-    copied.__dict__.update(param.kind.tags)
+    copied.__dict__.update(param.kind[1])
     if sharded.grad_dtype != sharded.dtype:
         copied.grad_dtype = sharded.grad_dtype
     return copied

@@ -105,22 +105,6 @@ class Plan:
         return torch.zeros(numel, dtype=dtype, device=device)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The user's parameter class and attributes; the unsharded parameter keeps both."""
-
-    cls: type
-    tags: dict[str, Any]
-
-    @staticmethod
-    def of(original: nn.Parameter) -> "Kind":
-        """The kind of `original`. A tensor subclass that is only marked as a parameter counts as a plain parameter,
-        because its data keeps the class."""
-        if nn.Parameter not in type(original).__mro__:
-            return Kind(nn.Parameter, {})
-        return Kind(type(original), dict(original.__dict__))
-
-
 class ManagedParameter:
     """One parameter that a unit manages, under all its names.
 
@@ -136,6 +120,8 @@ class ManagedParameter:
         whole: a second tensor on the memory of `unsharded`, dims in memory order, in no autograd graph.
         writes_on_meta: how often the original was written to on the meta device, where writes leave no values.
         extension: the user's hooks that change the all-gather of this parameter, if any.
+        kind: the user's class of parameter and attributes, which the unsharded one has too. (A tensor subclass that is
+            only marked as a parameter counts as a plain one, because its data keeps the class.)
     """
 
     def __init__(self, slots: list[Slot], fqn: str, original: nn.Parameter, data: torch.Tensor, plan: Plan):
@@ -143,11 +129,12 @@ class ManagedParameter:
         self.fqn = fqn
         self.plan = plan
         self.geometry = Geometry(data, plan.dim, plan.roles)
-        self.kind = Kind.of(original)
+        is_param = nn.Parameter in type(original).__mro__
+        self.kind = (type(original), dict(original.__dict__)) if is_param else (nn.Parameter, {})
         local, self.flat = self._padded(self.geometry.cut(data))
         self.extension = extension_of(fqn, local)
         self.sharded = make_parameter(local, plan.specs.sharded(local.dtype), original.requires_grad)
-        self.sharded.__dict__.update(self.kind.tags)
+        self.sharded.__dict__.update(self.kind[1])
         move_hooks(original, self.sharded)
         if original.grad_dtype != original.dtype:
             self.sharded.grad_dtype = original.grad_dtype
@@ -157,8 +144,6 @@ class ManagedParameter:
         self.writes_on_meta = version(original) if original.is_meta else 0
         _managed[original] = ref(self)
         self.put(self.sharded)
-
-    # --- geometry ----------------------------------------------------------------------------------------------------
 
     @property
     def roles(self) -> MeshRoles:
@@ -176,11 +161,9 @@ class ManagedParameter:
         home = chunk.device if chunk.is_meta else self.plan.home
         layout, _ = self.geometry.local
         if is_wrapper(chunk):
-            shape = list(layout.local_shape(0))
-            padded = chunk.new_zeros(shape, device=home)
+            padded = chunk.new_zeros(list(layout.local_shape(0)), device=home)
             local = padded.narrow(layout.dim, 0, chunk.size(layout.dim)) if chunk.shape != padded.shape else padded
-            local.copy_(chunk)
-            return local, padded.view(-1)
+            return local.copy_(chunk), padded.view(-1)
         flat = self.plan.zeros(layout.padded_numel, chunk.dtype, home)
         if self.plan.pins and not chunk.is_meta:
             flat = flat.pin_memory()
@@ -188,11 +171,9 @@ class ManagedParameter:
         self.geometry.to_memory(local).copy_(chunk)
         return local, flat
 
-    # --- dtypes ------------------------------------------------------------------------------------------------------
-
     @property
     def dtype(self) -> torch.dtype:
-        """Original dtype, that of the sharded parameter and the optimizer's state."""
+        """Of the original, of the sharded parameter and of the optimizer's state."""
         return self.flat.dtype
 
     @property
@@ -220,12 +201,8 @@ class ManagedParameter:
     @property
     def aliases(self) -> bool:
         """Whether `unsharded` can use the memory of `flat`: nothing is sharded, cast or moved (as in DDP)."""
-        return (
-            self.roles.shard_axis is None
-            and self.compute_dtype == self.dtype
-            and self.plan.home == self.roles.device
-            and not self.is_extended
-        )
+        is_moved = self.compute_dtype != self.dtype or self.plan.home != self.roles.device
+        return self.roles.shard_axis is None and not is_moved and not self.is_extended
 
     # --- forms -------------------------------------------------------------------------------------------------------
 
@@ -241,22 +218,20 @@ class ManagedParameter:
 
     def make_unsharded(self, data: torch.Tensor) -> nn.Parameter:
         """Create `unsharded` on `data`, which has the compute dtype and the user's unsharded shape."""
-        before = self.unsharded
-        trainable, specs = self.sharded.requires_grad, self.plan.specs
+        before, trainable, specs = self.unsharded, self.sharded.requires_grad, self.plan.specs
         if specs.inner_mesh is not None:
             self.unsharded = make_parameter(data, specs.unsharded(data.dtype), trainable)
-        elif self.kind.cls is not nn.Parameter:
-            self.unsharded = subclassed_parameter(self.kind.cls, data, trainable)
+        elif self.kind[0] is not nn.Parameter:
+            self.unsharded = subclassed_parameter(self.kind[0], data, trainable)
         else:
             self.unsharded = nn.Parameter(data, requires_grad=trainable)
-        self.unsharded.__dict__.update(self.kind.tags)
+        self.unsharded.__dict__.update(self.kind[1])
         _managed[self.unsharded] = ref(self)
-        if self.sharded.grad_dtype is None:  # the user's: a custom backward may write one of any dtype
-            self.unsharded.grad_dtype = None
-        elif self.unsharded.grad_dtype != self.reduce_dtype and self.dtype.is_floating_point:
+        is_any = self.sharded.grad_dtype is None  # the user's: a custom backward may write one of any dtype
+        if is_any or (self.unsharded.grad_dtype != self.reduce_dtype and self.dtype.is_floating_point):
             # Autograd then casts each gradient as it arrives. This is the only copy between compute and reduce dtype,
             # and gradients of several backwards add up in the reduce dtype.
-            self.unsharded.grad_dtype = self.reduce_dtype
+            self.unsharded.grad_dtype = None if is_any else self.reduce_dtype
         if before is not None and before.grad is not None:  # converted while its gradient waits to be reduced
             self.unsharded.grad = before.grad.to(data.device, self.reduce_dtype)
         return self.unsharded
@@ -276,8 +251,6 @@ class ManagedParameter:
         else:
             self.resharded = self.sharded
         return local.view(-1)
-
-    # --- gradients ---------------------------------------------------------------------------------------------------
 
     def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """A gradient of `unsharded` as a plain tensor without a graph, dims in memory order."""
@@ -310,24 +283,23 @@ class ManagedParameter:
         Raises:
             ArgumentError: the module holds something that is not this parameter sharded the same way.
         """
-        current = self.slots[0].get()
+        current, before = self.slots[0].get(), self.extension
         if current is self.sharded and self._is_current(local_tensor(current)):
             tie_again(self.slots, current, self._check_replacement)
-            return self._note_extension(local_tensor(current))
+            self.extension = extension_of(self.fqn, local_tensor(current))  # may be set on it later
+            return before is not self.extension
         self._check_replacement(current)
         assert isinstance(current, nn.Parameter)
-        local, (layout, _) = local_tensor(current), self.geometry.local
+        local, numel = local_tensor(current), self.geometry.local[0].padded_numel
         in_memory = local if is_wrapper(local) else self.geometry.to_memory(local)
-        fits = not is_wrapper(local) and in_memory.is_contiguous() and local.numel() == layout.padded_numel
-        own = carved_of(in_memory)
-        elsewhere = not local.is_meta and not self.plan.offload.has(in_memory)
-        if own is not None and not elsewhere and own.numel() == layout.padded_numel:
+        own, is_home = carved_of(in_memory), local.is_meta or self.plan.offload.has(in_memory)
+        if own is None and not is_wrapper(local) and in_memory.is_contiguous():
+            own = in_memory.reshape(-1) if not self.plan.pins or local.is_meta or local.is_pinned() else None
+        if own is not None and is_home and own.numel() == numel:
             self.flat = own
-        elif fits and not elsewhere and (not self.plan.pins or local.is_meta or local.is_pinned()):
-            self.flat = in_memory.reshape(-1)
         else:
             local, self.flat = self._padded(in_memory)
-        self._note_extension(local)
+        self.extension = extension_of(self.fqn, local)
         set_local_tensor(current, local, self.plan.specs.sharded(local.dtype))
         if current is not self.sharded:
             self._replace_sharded(current)
@@ -344,12 +316,6 @@ class ManagedParameter:
         _managed.pop(current, None)
         _managed[self.sharded] = ref(self)
         self.sharded = current
-
-    def _note_extension(self, local: torch.Tensor) -> bool:
-        """Update `extension`: hooks may change with the local tensor, or be set on it later. Returns whether they
-        did."""
-        before, self.extension = self.extension, extension_of(self.fqn, local)
-        return before is not self.extension
 
     def _is_current(self, local: torch.Tensor) -> bool:
         if is_wrapper(local):
