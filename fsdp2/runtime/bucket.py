@@ -30,10 +30,10 @@ from fsdp2.events import emit, profiler_range
 from fsdp2.layout import Lane
 from fsdp2.nothing import NOTHING
 from fsdp2.runtime import hooks
-from fsdp2.runtime.changes import Changes, Seen
+from fsdp2.runtime.changes import Changes, Seen, check_stand_in
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
-from fsdp2.runtime.parameter import ManagedParameter, check_stand_in
+from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import SlotTable
 from fsdp2.runtime.source import Smaller, Source, source_of, wrapped
 from fsdp2.runtime.storage import ReleasedMemory

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import backward_is_running, local_of, local_tensor, storages_of, version
 from fsdp2.carving import place_of
-from fsdp2.errors import OrderError
+from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime import hooks
+from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import SlotTable
@@ -170,3 +171,19 @@ def _is_elsewhere(param: ManagedParameter) -> bool:
         return False
     local = local_tensor(form) if isinstance(form, DTensor) else form
     return local.untyped_storage() is not param.whole.untyped_storage()
+
+
+def check_stand_in(param: ManagedParameter, found: torch.Tensor | None) -> None:
+    """Raise if `found`, which a module holds in place of `param` and which `param` will replace, may have other values
+    or requires a gradient."""
+    if found is not None and param.is_among({id(found)}):
+        return
+    local = local_tensor(found) if isinstance(found, DTensor) and not found.requires_grad else None
+    if local is not None and not is_wrapper(local) and local.untyped_storage() is param.flat.untyped_storage():
+        return
+    kind = "None" if found is None else f"a {type(found).__name__} of shape {tuple(found.shape)}"
+    raise ArgumentError(
+        f"'{param.fqn}' is sharded, and its module holds {kind} in its place, which the all-gathered parameter would "
+        "replace. torch.func.functional_call with other parameters needs a module that is not sharded; to change the "
+        "parameter for good call load_state_dict(..., assign=True)."
+    )

@@ -22,7 +22,7 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2._torch import (
@@ -236,22 +236,6 @@ class ManagedParameter:
             self.unsharded.grad = before.grad.to(data.device, self.reduce_dtype)
         return self.unsharded
 
-    def make_resharded(self, roles: MeshRoles) -> torch.Tensor:
-        """This rank's rows on the smaller mesh, copied from `unsharded`; 1-D. Sets `resharded`, a DTensor on them (for
-        model-parallel parameters the sharded one, because no mesh has both the smaller and the model-parallel axes)."""
-        assert self.whole is not None
-        layout, rank = self.layout.over(roles.shard_size), roles.shard_rank
-        chunk = self.whole.narrow(layout.dim, layout.bounds[rank], layout.local_size(rank))
-        local = chunk.clone(memory_format=torch.contiguous_format)
-        specs = self.plan.specs
-        if specs.inner_mesh is None:
-            smaller = ParamSpecs(roles.mesh, (Replicate(), Shard(self.plan.dim)), specs.shape, specs.stride)
-            form = self.geometry.from_memory(local)
-            self.resharded = make_parameter(form, smaller.sharded(local.dtype), self.sharded.requires_grad)
-        else:
-            self.resharded = self.sharded
-        return local.view(-1)
-
     def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """A gradient of `unsharded` as a plain tensor without a graph, dims in memory order."""
         if grad.requires_grad:
@@ -339,19 +323,3 @@ class ManagedParameter:
 
 
 sharded_of: Callable[[ManagedParameter], nn.Parameter] = attrgetter("sharded")
-
-
-def check_stand_in(param: ManagedParameter, found: torch.Tensor | None) -> None:
-    """Raise if `found`, which a module holds in place of `param` and which `param` will replace, may have other values
-    or requires a gradient."""
-    if found is not None and param.is_among({id(found)}):
-        return
-    local = local_tensor(found) if isinstance(found, DTensor) and not found.requires_grad else None
-    if local is not None and not is_wrapper(local) and local.untyped_storage() is param.flat.untyped_storage():
-        return
-    kind = "None" if found is None else f"a {type(found).__name__} of shape {tuple(found.shape)}"
-    raise ArgumentError(
-        f"'{param.fqn}' is sharded, and its module holds {kind} in its place, which the all-gathered parameter would "
-        "replace. torch.func.functional_call with other parameters needs a module that is not sharded; to change the "
-        "parameter for good call load_state_dict(..., assign=True)."
-    )

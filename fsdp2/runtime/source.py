@@ -23,13 +23,16 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
+from fsdp2._torch import make_parameter
 from fsdp2.layout import pack
 from fsdp2.mesh import Axis, MeshRoles
 from fsdp2.runtime import hooks
 from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, ReleasedMemory
+from fsdp2.specs import ParamSpecs
 
 Group: TypeAlias = Any  # `runtime.bucket.Bucket`: that module is above this one
 
@@ -231,7 +234,7 @@ class Smaller:
     def copy(self, group: Group) -> list[nn.Parameter | None]:
         """Make the copies. Returns the forms for the modules."""
         with torch.no_grad():
-            self._copies = [param.make_resharded(self.roles) for param in group.params]
+            self._copies = [_copied(param, self.roles) for param in group.params]
         return [param.resharded for param in group.params]
 
     def start(self, group: Group) -> Callable[[], None]:
@@ -247,6 +250,20 @@ class Smaller:
             group.gradients.follow([param.resharded for param in group.params])
             for param in group.params:
                 param.resharded = None
+
+
+def _copied(param: ManagedParameter, roles: MeshRoles) -> torch.Tensor:
+    """This rank's rows on the smaller mesh, copied from `unsharded`; 1-D. Sets `resharded`, a DTensor on them (for
+    model-parallel parameters the sharded one, because no mesh has both the smaller and the model-parallel axes)."""
+    assert param.whole is not None
+    layout, rank, specs = param.layout.over(roles.shard_size), roles.shard_rank, param.plan.specs
+    chunk = param.whole.narrow(layout.dim, layout.bounds[rank], layout.local_size(rank))
+    local, param.resharded = chunk.clone(memory_format=torch.contiguous_format), param.sharded
+    if specs.inner_mesh is None:
+        smaller = ParamSpecs(roles.mesh, (Replicate(), Shard(param.plan.dim)), specs.shape, specs.stride)
+        form = param.geometry.from_memory(local)
+        param.resharded = make_parameter(form, smaller.sharded(local.dtype), param.sharded.requires_grad)
+    return local.view(-1)
 
 
 def source_of(group: Group) -> Shards:
