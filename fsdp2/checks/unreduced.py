@@ -89,7 +89,7 @@ class Unreduced:
         if not arrived or any(unit.settings.reshard_after_forward for unit in arrived):
             return
         ran = [unit for unit in units if unit not in arrived and unit.state.first_node >= units[0].state.first_node]
-        missed = [unit.fqn for unit in ran if any(group.gradients.has_trainable for group in unit.groups)]
+        missed = [unit.fqn for unit in ran if any(any(group.gradients.trainable) for group in unit.groups)]
         if missed:
             names = ", ".join(f"'{fqn}'" for fqn in missed[:5])
             self._warn(

@@ -37,7 +37,7 @@ class Frozen(Around):
     """Keeps memory and values while no parameter of the group requires a gradient."""
 
     def release(self, group: Bucket, memory: ReleasedMemory) -> None:
-        if group.gradients.has_trainable:
+        if any(group.gradients.trainable):
             self.inner.release(group, memory)
         else:
             versions = group.seen.versions
@@ -106,7 +106,7 @@ def kept_for_evaluation(group: Bucket) -> Callable[[], bool] | None:
     roles, is_plain = group.roles, not any(param.is_extended for param in group.params)
     if roles.shard_group is None or roles.sharded_replicas or not is_plain or group.keep == "host":
         return None
-    if group.keep is True and not group.gradients.has_trainable:
+    if group.keep is True and not any(group.gradients.trainable):
         return None  # `Frozen` keeps them
     return partial(_agrees, group, group.seen.versions)
 

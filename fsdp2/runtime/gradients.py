@@ -1,14 +1,19 @@
 """`Gradients`: detects when a group's gradients are complete, and takes them for reduction. Layer: runtime, below the
 bucket.
 
-Autograd accumulates into the unsharded parameters' `.grad`, in the reduce dtype. A hook on each of them detects when
-the last gradient has arrived, so that the reduction starts then and not only at the end of the unit's backward. Our
-hook is the last of a parameter's hooks, because it takes the gradient, which the model's own hooks may change.
-Gradients that are not reduced yet stay in `.grad`.
+Where a gradient is, and what moves it on::
 
-A custom backward may write a gradient without running the hook, so `take` takes all gradients that exist. Such a
-backward may also run further backwards inside itself, for instance one per tile of a sequence. A gradient does not show
-which of them is the last, so gradients from a backward nested in the unit's own wait for the end of the unit's.
+    unsharded.grad  --take-->  Reduction  --sink-->  sharded.grad      whole, in the reduce dtype; this rank's rows
+                                   |  ^
+                                   v  |  with HSDP, between two all-reduces: this rank's rows, in the reduce dtype
+                                 partials
+
+Autograd adds to `unsharded.grad`, and then runs a hook of ours. The reduction starts when no hook is missing. Our hook
+is a parameter's last one, because it takes the gradient, which the model's own hooks may change.
+
+A custom backward may write a gradient without running the hook, so `take` takes all gradients that exist. It may also
+run further backwards inside itself, for instance one per tile of a sequence. A gradient does not show which of them is
+the last, so gradients from a backward nested in the unit's own wait for the end of the unit's.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,11 +106,6 @@ class Gradients:
                 if form is not None and form.requires_grad != before:
                     param.sharded.requires_grad = form.requires_grad
 
-    @property
-    def has_trainable(self) -> bool:
-        """Whether some unsharded parameter requires a gradient."""
-        return any(self.trainable)
-
     def forget_unsharded(self) -> None:
         """The unsharded parameters will be created again, unless they match by the next unshard."""
         for handle in self._hooks.values():
@@ -140,27 +140,23 @@ class Gradients:
 
     def end_backward(self) -> None:
         """The whole backward is over."""
-        if None in map(_grad_dtype, map(sharded_of, self._params)):
-            self._cast_untyped()
+        if None in map(_grad_dtype, map(sharded_of, self._params)):  # may have any dtype; others will be added to them
+            for param, unsharded in zip(self._params, self.unsharded, strict=bool(self.unsharded)):
+                if param.sharded.grad_dtype is None and unsharded.grad is not None:
+                    unsharded.grad = unsharded.grad.to(param.reduce_dtype)
         self._backward = None
         self.were_taken = False
         self._missing = set(compress(count(), self.trainable))
-
-    def _cast_untyped(self) -> None:
-        """Gradients of parameters whose `grad_dtype` is None may have any dtype. Others will be added to them."""
-        for param in self._params:
-            unsharded = param.unsharded
-            if param.sharded.grad_dtype is None and unsharded is not None and unsharded.grad is not None:
-                unsharded.grad = unsharded.grad.to(param.reduce_dtype)
 
     def _hook(self, index: int) -> None:
         weak_self = ref(self)  # the parameter holds the hook, and self holds the parameter
 
         def hook(unsharded: torch.Tensor) -> None:
-            gradients = weak_self()
-            if gradients is not None and gradients._backward is None:
+            if (gradients := weak_self()) is None:
+                return
+            if gradients._backward is None:
                 gradients._on_unannounced()
-            if gradients is not None and gradients._backward in (None, running_backward()):
+            if gradients._backward in (None, running_backward()):
                 gradients._missing.discard(index)
                 # Our hook is not the last only if the model added one since backward began. Then the gradients are
                 # reduced at the end of the unit's backward.
@@ -199,17 +195,16 @@ class Gradients:
                 arrive.
         """
         fill = at_end and bool(settings.reduce_unused)
-        has_replicas = self._channel.roles.replicate_group is not None
-        unsharded: Sequence[torch.Tensor] = self.unsharded or [
+        forms: Sequence[torch.Tensor] = self.unsharded or [
             _NONE if param.unsharded is None else param.unsharded for param in self._params
         ]
-        grads = list(map(grad_of, unsharded))
-        if not (fill or (at_end and has_replicas) or any(map(_is_there, grads))):
+        grads = list(map(grad_of, forms))
+        if not (fill or (at_end and self.partials) or any(map(_is_there, grads))):
             return []
         if not at_end and self._had_grads and self.none_arrived:
             return []
         self._missing = set(compress(count(), self.trainable))
-        for each in unsharded:
+        for each in forms:
             each.grad = None
         if fill:
             self._fill(grads, settings.reduce_unused)

@@ -82,8 +82,8 @@ MISSED_BEFORE = (
         "runtime.gradients",
         (
             (
-                "(at_end and has_replicas) or any(map(_is_there, grads))",
-                "(at_end and has_replicas) or not self.none_arrived",
+                "(at_end and self.partials) or any(map(_is_there, grads))",
+                "(at_end and self.partials) or not self.none_arrived",
             ),
         ),
     ),
