@@ -32,8 +32,8 @@ from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.parameter import ManagedParameter, sharded_of
-from fsdp2.runtime.reduction import Partials, Reduction, ReductionPlan
-from fsdp2.runtime.sink import Params, Sink, sink_of
+from fsdp2.runtime.reduction import MakeSink, Partials, Reduction, ReductionPlan
+from fsdp2.runtime.sink import Params, sink_of
 from fsdp2.runtime.streams import Streams
 
 MAX_PLANS = 64
@@ -66,7 +66,7 @@ class Gradients:
         self._channel = channel
         self._on_ready = on_ready
         self._on_unannounced = on_unannounced
-        self.make_sink: Callable[[Params], Sink] = sink_of
+        self.make_sink: MakeSink = sink_of
         self.unsharded: list[nn.Parameter] = []
         self.trainable: list[bool] = []
         self.partials: Partials = {}

@@ -45,6 +45,7 @@ from fsdp2.runtime.sink import Params, Sink
 from fsdp2.runtime.streams import Streams
 
 _dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
+MakeSink = Callable[[Params], Sink]
 _Waits = tuple[Any, Any]  # `first.wait(second)` waits
 
 
@@ -66,16 +67,15 @@ class Partial(NamedTuple):
 
 
 Partials = dict[ManagedParameter, Partial]
+Tensors = list[torch.Tensor]
 
 
 class ReductionPlan:
     """What all reductions of the same gradients of a group have in common.
 
     Args:
-        params: those of the group.
+        params, has_grad: those of the group.
         members: indices of those that take part, of one dtype; each has a gradient, or a partial one.
-        has_grad: for all of `params`.
-        make_sink: makes the sink.
 
     Attributes:
         indices: `members` in the order of the flat output: packed ones, direct ones, those without a gradient.
@@ -83,19 +83,13 @@ class ReductionPlan:
         params, sizes: of `indices`; the elements of each in the flat output, padded.
         dtype: in which gradients are summed.
         is_plain: gradients are plain tensors, dims in memory order.
-        packing: of the packed ones.
-        direct: position and elements on this rank of each direct one.
+        packing, direct: the buffer of the packed ones; position and elements on this rank of each direct one.
         inner: how the flat output is packed for a reduce-scatter over the replicas; None for an all-reduce.
         collectives: by group, whether it averages, and the name of the unit.
     """
 
     def __init__(
-        self,
-        params: Params,
-        members: Sequence[int],
-        has_grad: Sequence[bool],
-        channel: Channel,
-        make_sink: Callable[[Params], Sink],
+        self, params: Params, members: Sequence[int], has_grad: Sequence[bool], channel: Channel, make_sink: MakeSink
     ):
         self.channel = channel
         self.dtype: torch.dtype = reduce(torch.promote_types, [params[index].reduce_dtype for index in members])
@@ -150,12 +144,7 @@ class Reduction:
     """
 
     def __init__(
-        self,
-        grads: list[torch.Tensor],
-        partials: Partials,
-        plan: ReductionPlan,
-        settings: UnitSettings,
-        streams: Streams,
+        self, grads: Tensors, partials: Partials, plan: ReductionPlan, settings: UnitSettings, streams: Streams
     ):
         self.params: Params = plan.params
         self.fqn = plan.channel.fqn
@@ -167,16 +156,25 @@ class Reduction:
         self._run = self._steps(grads, partials)
 
     def advance(self) -> bool:
-        """Take one step. Returns whether steps are left."""
+        """Take one step: on the CPU to the next wait, on an accelerator to the wait of the compute stream. Returns
+        whether steps are left."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.advance()
-        waits, self._waits = self._waits, None
-        if waits is not None:
-            waits[0].wait(waits[1])
-            del waits  # which may hold memory
-        self._waits = next(self._run, None)
-        return self._waits is not None
+        streams, waits, self._waits = self._streams, self._waits, None
+        try:
+            while True:
+                if waits is not None:
+                    waits[0].wait(waits[1])
+                waits = None  # it may hold memory
+                waits = next(self._run, None)
+                if streams.lazy or waits is None or waits[0] is streams:
+                    break
+        except BaseException:
+            self._run.close()  # leaves the stream of the step
+            raise
+        self._waits = waits
+        return waits is not None
 
     def finish(self) -> None:
         """Take all steps that are left."""
@@ -191,8 +189,8 @@ class Reduction:
                 waits[0].wait(waits[1])
         self._run.close()
 
-    def _steps(self, grads: list[torch.Tensor], partials: Partials) -> Generator[_Waits]:
-        """Yields what has to be waited for before the next step. The variables keep all tensors alive until then."""
+    def _steps(self, grads: Tensors, partials: Partials) -> Generator[_Waits]:
+        """Yields what the current stream, or the CPU, has to wait for. The variables keep all tensors alive."""
         plan, streams, settings, roles = self._plan, self._streams, self._settings, self._plan.channel.roles
         factor, is_lazy = settings.gradient_divide_factor, streams.lazy
         scaling = scaling_for(plan.dtype, roles.shard_size, roles.replicate_size, factor, settings.force_sum)
@@ -211,11 +209,9 @@ class Reduction:
             with profiler_range("FSDP::reduce_scatter", self.fqn) if profiler_is_on() else NOTHING:
                 flat, waits = self._scatter(grads, scaling.scatter_averages, kept)  # [1] [2]
             del grads
-            if waits is not None and is_lazy:
+            if waits is not None:
                 yield waits
-            elif waits is not None:
-                waits[0].wait(waits[1])
-            waits = None
+                waits = None
             if roles.replicate_group is None:
                 flat = self._scaled(flat, scaling.post, kept)  # [5]
             done = streams.record()
@@ -229,11 +225,9 @@ class Reduction:
                 streams.wait(done)
                 with profiler_range("FSDP::all_reduce", self.fqn) if profiler_is_on() else NOTHING:
                     flat, waits = self._over_replicas(flat, partials, scaling, kept)  # [4]
-                if waits is not None and is_lazy:
+                if waits is not None:
                     yield waits
-                elif waits is not None:
-                    waits[0].wait(waits[1])
-                waits = None
+                    waits = None
                 flat = self._scaled(flat, scaling.post, kept)  # [5]
                 done = streams.record()
         if not is_lazy:
@@ -247,9 +241,7 @@ class Reduction:
             if settings.when_reduced or any(map(hooks_of, map(sharded_of, params))):
                 _tell(params, settings.when_reduced)
 
-    def _scatter(
-        self, grads: Sequence[torch.Tensor], average: bool, kept: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, _Waits | None]:
+    def _scatter(self, grads: Tensors, average: bool, kept: Tensors) -> tuple[torch.Tensor, _Waits | None]:
         """Start the reduce-scatter of `grads` into the flat output. Returns that, and what waits for it."""
         plan, num_grads = self._plan, len(grads)
         flat = torch.empty(sum(plan.sizes), dtype=plan.dtype, device=plan.channel.roles.device)
@@ -284,7 +276,7 @@ class Reduction:
             partials[param] = Partial(output if earlier is None else earlier.over(divisor).add_(output), divisor)
 
     def _over_replicas(
-        self, flat: torch.Tensor, partials: Partials, scaling: Scaling, kept: list[torch.Tensor]
+        self, flat: torch.Tensor, partials: Partials, scaling: Scaling, kept: Tensors
     ) -> tuple[torch.Tensor, _Waits | None]:
         """Start the sum of the flat output, with the partial gradients, over the replicas; returns as `_scatter`."""
         plan, inner = self._plan, self._plan.inner
@@ -306,7 +298,7 @@ class Reduction:
             return piece, None
         return piece, (collective, collective.start([kept[-1].view(-1)], [piece]))
 
-    def _scaled(self, flat: torch.Tensor, post: float, kept: list[torch.Tensor]) -> torch.Tensor:
+    def _scaled(self, flat: torch.Tensor, post: float, kept: Tensors) -> torch.Tensor:
         """Apply the remaining division and run the user's hook. Returns what the sink makes of the flat output."""
         if post != 1:
             flat.div_(post)

@@ -216,8 +216,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reduction: the collective is not waited for",
         REDUCTION,
-        "                waits[0].wait(waits[1])\n            waits = None",
-        "                pass\n            waits = None",
+        "if waits is not None:\n                    waits[0].wait(waits[1])\n                waits = None",
+        "if waits is not None and waits[0] is streams:\n                    waits[0].wait(waits[1])\n"
+        "                waits = None",
         "plain",
     ),
     Mutant(
@@ -279,8 +280,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all-reduce: the collective is not waited for",
         REDUCTION,
-        "                    waits[0].wait(waits[1])\n",
-        "                    pass\n",
+        "                if waits is not None:\n                    yield waits\n",
+        "                if False:\n                    yield waits\n",
         "hsdp",
     ),
     Mutant(
