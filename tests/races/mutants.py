@@ -304,7 +304,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "        kept.append(flat)  # allocated on the reduce-scatter stream, may be read on the all-reduce stream\n",
         "",
         "hsdp",
-        harmless="the handle of the all-reduce holds it as long",
     ),
     # --- hooks on a stream of the user's ---
     Mutant(
