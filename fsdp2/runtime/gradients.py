@@ -185,9 +185,8 @@ class Gradients:
 
     def take(self, settings: UnitSettings, at_end: bool, streams: Streams) -> list[Reduction]:
         """Reductions, not yet started, of all existing gradients, one for each dtype of parameters. The unsharded
-        parameters have no gradients afterwards. Before the end of backward nothing, if all gradients that
-        exist are of earlier microbatches: the unit ran several times, and gets the sum over its uses in the backward of
-        the first one.
+        parameters have no gradients afterwards. None before the end of backward, if all gradients are of earlier
+        microbatches: the unit ran several times, and gets the sum over its uses in the backward of the first one.
 
         Args:
             at_end: backward is over. Only then are zeros used for trainable parameters without a gradient (if the
