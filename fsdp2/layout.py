@@ -152,13 +152,9 @@ class Lane(Enum):
 
 
 def choose_lane(layout: ShardLayout, itemsize: int, min_bytes: int | None, allows_uneven: bool) -> Lane:
-    """Which lane a parameter takes.
-
-    Args:
-        itemsize: bytes per element on the wire.
-        min_bytes: the smallest shard for which a separate message is worthwhile; None where only the packed lane works.
-        allows_uneven: whether ranks may own different numbers of elements of one operand.
-    """
+    """Which lane a parameter takes, at `itemsize` bytes per element on the wire. `min_bytes`: the smallest shard for
+    which a separate message is worthwhile; None where only the packed lane works. `allows_uneven`: ranks may own
+    different numbers of elements of one operand."""
     if layout.parts == 1:
         return Lane.DIRECT  # nothing is sent
     if min_bytes is None or layout.dim != 0 or not (layout.even or allows_uneven):

@@ -121,13 +121,6 @@ class MeshRoles:
         return None if self.replicate_axis is None else self.replicate.group
 
     @cached_property
-    def any_group(self) -> dist.ProcessGroup:
-        """One of the two groups, for properties that both share (their backend)."""
-        group = self.shard_group or self.replicate_group
-        assert group is not None
-        return group
-
-    @cached_property
     def shard_mesh(self) -> DeviceMesh:
         """The 1-D mesh of the shard axis (of the replicate axis, where there is no other)."""
         if self.mesh.ndim == 1:

@@ -69,8 +69,6 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             f"a sharded {name} cannot be pickled. Save its state_dict() with torch.distributed.checkpoint."
         )
 
-    # --- forms of the parameters -------------------------------------------------------------------------------------
-
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather the parameters of this module's unit (not those of the sharded modules below it). Collective over
         the shard group. They stay unsharded until `reshard`, or until a forward or backward of this module ends and
@@ -134,8 +132,6 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         for hook in hooks.after_zero_grad:
             hook(self)
 
-    # --- recovery ----------------------------------------------------------------------------------------------------
-
     def reset_iter_state(self) -> None:
         """Recover from an exception in forward or backward. Call it on the root, on every rank.
 
@@ -149,8 +145,6 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             raise OrderError(f"reset_iter_state: '{unit.fqn}' is not the root; call it on the outermost sharded module")
         if unit.step is not None:
             unit.step.reset()
-
-    # --- gradients finished by hand ----------------------------------------------------------------------------------
 
     def set_manual_backward_finalization(self, enable: bool) -> None:
         """Whether backward leaves gradients unreduced until `finalize_backward` (default False). For pipelines, and for
@@ -183,8 +177,6 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         """
         finalize = hooks.implementation(hooks.setters, "finalize_backward", "finalize_backward")
         return finalize(self, async_op)  # type: ignore[no-any-return]
-
-    # --- ours --------------------------------------------------------------------------------------------------------
 
     def _get_fsdp_state(self) -> Any:
         return unit_for(self)

@@ -29,8 +29,6 @@ class Settings:
     others act on this module's unit only.
     """
 
-    # --- when to reduce ----------------------------------------------------------------------------------------------
-
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward passes finish their reductions before they return (default True). Call it on the
         root, for the whole tree. Set False for all microbatches but the last, which waits for all reductions.
@@ -80,8 +78,6 @@ class Settings:
             raise ArgumentError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
         change_settings(self, recurse, max_input_buffers=max_input_buffers)
 
-    # --- how to reduce -----------------------------------------------------------------------------------------------
-
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide the sum of this unit's gradients over all ranks by `factor` instead of the number of ranks (None)."""
         change_settings(self, False, gradient_divide_factor=None if factor is None else float(factor))
@@ -121,8 +117,6 @@ class Settings:
         with_mesh = hook if hook is None or len(meshes) > 1 else lambda flat, _mesh: hook(flat)
         change_settings(self, False, all_reduce_hook=None if with_mesh is None else (with_mesh, stream))
 
-    # --- how to communicate ------------------------------------------------------------------------------------------
-
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Use a custom all-gather for this unit; see `fsdp2.comm.custom.AllGather`. Every rank must set the same.
         Raises `ArgumentError` if the unit's parameters are on several meshes."""
@@ -144,11 +138,9 @@ class Settings:
         """Allocate this unit's communication buffers in symmetric memory. Collective.
 
         Raises:
-            UnsupportedError: the parameters are not on a CUDA device with NCCL, torch has no symmetric memory, or the
-                ranks cannot map each other's memory.
+            UnsupportedError: there is no CUDA device with NCCL, or no symmetric memory that the ranks can map.
             MisuseError: a custom collective was set before.
-            ArgumentError: several reductions may be in flight, for which there is only one buffer; or `backend`
-                is unknown.
+            ArgumentError: `backend` is unknown, or several reductions may be in flight; there is one buffer for them.
         """
         _by_feature("set_symm_mem_for_comm", self, backend)
 
@@ -157,8 +149,6 @@ class Settings:
         collective at a time, so that all-gathers and reduce-scatters in backward wait for each other. The first call
         for a mesh creates the group and is collective; later calls reuse it."""
         _by_feature("set_separate_reduce_scatter_group", self, boolean("enable", enable), recurse)
-
-    # --- when to reshard and unshard ---------------------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change the `reshard_after_forward` of `fully_shard`, including the root's default. Recursive."""

@@ -139,18 +139,13 @@ class Comm(ABC):
     direct_allows_uneven: bool = False
     has_average: bool = False
 
-    @property
-    def scatter_direct_min_bytes(self) -> int | None:
-        """`direct_min_bytes` for reduce-scatters; the same, unless an implementation distinguishes them."""
-        return self.direct_min_bytes
-
     def gather_lane(self, layout: ShardLayout, itemsize: int) -> Lane:
         """The lane of a parameter with this layout in an all-gather, at `itemsize` bytes per element."""
         return choose_lane(layout, itemsize, self.direct_min_bytes, self.direct_allows_uneven)
 
     def scatter_lane(self, layout: ShardLayout, itemsize: int) -> Lane:
         """The lane of its gradient in a reduce-scatter."""
-        return choose_lane(layout, itemsize, self.scatter_direct_min_bytes, self.direct_allows_uneven)
+        return choose_lane(layout, itemsize, self.direct_min_bytes, self.direct_allows_uneven)
 
     @abstractmethod
     def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
@@ -185,12 +180,6 @@ def wrapped(collective: Collective, what: What) -> Collective:
     for wrap in wrap_collective:
         collective = wrap(collective, what)
     return collective
-
-
-def all_reduce(tensor: torch.Tensor, what: What, op: Any = dist.ReduceOp.SUM) -> None:
-    """Reduce `tensor` in place, at once, and without events."""
-    collective = wrapped(PlannedReduction(partial(_all_reduce, op, what.group), 1), what)
-    collective.wait(collective.start([tensor], [tensor]))
 
 
 class Reported(Collective):

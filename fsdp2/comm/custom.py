@@ -18,7 +18,7 @@ class AllGather(ABC):
     """A custom all-gather, for `FSDPModule.set_custom_all_gather`.
 
     Each all-gather of the unit calls `allocate` and then the object, on the all-gather stream, on every rank of the
-    shard group in the same order::
+    shard group in the same order (before torch 2.13 this function was called ``all_gather_into_tensor``)::
 
         class Logged(AllGather):
             def allocate(self, size, *, dtype, device):
@@ -27,8 +27,6 @@ class AllGather(ABC):
             def __call__(self, output_tensor, input_tensor, group, async_op=False):
                 print("gathers", output_tensor.nbytes, "bytes")
                 return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-
-    (Before torch 2.13 that function was called ``all_gather_into_tensor``.)
     """
 
     @abstractmethod
@@ -40,11 +38,8 @@ class AllGather(ABC):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Fill `output_tensor`, ``[ranks * n]``, with the `input_tensor`, ``[n]``, of every rank in rank order.
-
-        Args:
-            input_tensor: this rank's slice of `output_tensor`, filled.
-            async_op: True: the call may return before the all-gather is complete.
+        """Fill `output_tensor`, ``[ranks * n]``, with the `input_tensor`, ``[n]``, of every rank in rank order; this
+        rank's is its slice of the output. `async_op` is True: the call may return before the all-gather is complete.
 
         Returns:
             A handle whose `wait` is called before the output is read, or None if it may be read at once (on an
@@ -73,12 +68,6 @@ class ReduceScatter(ABC):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce `input_tensor`, ``[ranks * n]``, over the ranks; this rank's n elements go to `output_tensor`.
-
-        Args:
-            op: ``ReduceOp.AVG`` to divide by the number of ranks, otherwise ``ReduceOp.SUM``.
-            async_op: not passed, as in torch's FSDP2.
-
-        Returns:
-            As `AllGather.__call__`.
-        """
+        """Reduce `input_tensor`, ``[ranks * n]``, over the ranks; this rank's n elements go to `output_tensor`. `op` is
+        ``ReduceOp.AVG`` to divide by the number of ranks, otherwise ``ReduceOp.SUM``; `async_op` is not passed, as in
+        torch's FSDP2. Returns as `AllGather.__call__`."""

@@ -1,12 +1,9 @@
 """`GlooComm`: point-to-point messages straight into the destination's rows. Layer: comm.
 
 Each rank sends every other rank its range, and receives theirs in place. In a reduce-scatter it receives the others'
-data for its range, and sums in rank order, whatever the order of arrival. gloo's own collectives stage their data and
-take up to twice as long: docs/decisions/gloo.md.
-
-A message's tag says of which unit and operation it is. Ranks that run units in a different order so wait for messages
-that do not come, which the watchdog reports, and never take each other's weights. Messages of one tag are issued in the
-same order on every rank, and several may be in flight.
+data for its range, and sums in rank order. gloo's own collectives stage their data, and take up to twice as long:
+docs/decisions/gloo.md. A message's tag says of which unit and operation it is: ranks that run units in a different
+order never take each other's weights, but wait for messages that do not come, which the watchdog reports.
 """
 
 from collections.abc import Callable, Sequence

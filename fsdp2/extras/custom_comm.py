@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, PlannedGather, PlannedReduction, Tensors, What
 from fsdp2.comm.custom import AllGather, ReduceScatter
 from fsdp2.errors import ArgumentError
-from fsdp2.layout import Lane, ShardLayout
+from fsdp2.layout import Lane, ShardLayout, choose_lane
 from fsdp2.runtime import hooks
 from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.unit import unit_for
@@ -76,14 +76,10 @@ class CustomComm(Comm):
         self.by_user: Pair = (None, None)  # the collectives above that come from the user, and those that only use
         self.in_memory: Pair = (None, None)  # other memory
 
-    @property
-    def scatter_direct_min_bytes(self) -> int | None:
-        return self.base.scatter_direct_min_bytes if self.custom_reduce_scatter is None else None
-
     def scatter_lane(self, layout: ShardLayout, itemsize: int) -> Lane:
         if self.custom_reduce_scatter is None:
             return self.base.scatter_lane(layout, itemsize)
-        return super().scatter_lane(layout, itemsize)
+        return choose_lane(layout, itemsize, None, self.direct_allows_uneven)
 
     def sent(self, what: What) -> What:
         return self.base.sent(what) if self.custom_reduce_scatter is None else what

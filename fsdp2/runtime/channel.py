@@ -23,7 +23,9 @@ class Channel:
     def __init__(self, roles: MeshRoles, wire: torch.dtype | None):
         self.fqn = ""
         self.roles = roles
-        self.base: Comm = comm_for(roles.any_group, roles.device)
+        group = roles.shard_group or roles.replicate_group
+        assert group is not None
+        self.base: Comm = comm_for(group, roles.device)
         self.comm = self.base
         if wire is not None:
             self.comm = hooks.implementation(hooks.scatter_dtypes, wire, "reduce_scatter_dtype")(self.base)

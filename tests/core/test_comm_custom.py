@@ -19,6 +19,7 @@ from fsdp2.comm.gloo import GlooComm
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.extras.comm_memory import FlatAllGather, FlatReduceScatter, GroupMemory, SymmetricMemory
 from fsdp2.extras.custom_comm import CustomComm
+from fsdp2.layout import Lane, ShardLayout
 from tests.helpers.collectives import Scatter, all_gather, all_reduce, reduce_scatter
 from tests.helpers.ranks import on_ranks
 from tests.helpers.threads import fake_world
@@ -125,11 +126,9 @@ def test_what_is_not_replaced_stays(rank: int, world_size: int) -> None:
     base = GlooComm()
     gathers, scatters = Gathers(), Scatters()
     only_gather, only_scatter = CustomComm(base, all_gather=gathers), CustomComm(base, reduce_scatter=scatters)
-    assert base.scatter_direct_min_bytes == base.direct_min_bytes is not None
-    assert only_gather.direct_min_bytes is None
-    assert only_gather.scatter_direct_min_bytes == base.direct_min_bytes
-    assert only_scatter.direct_min_bytes == base.direct_min_bytes
-    assert only_scatter.scatter_direct_min_bytes is None
+    layout, lanes = ShardLayout((2**20,), 0, 2), (Lane.DIRECT, Lane.PACKED)
+    assert (only_scatter.gather_lane(layout, 4), only_scatter.scatter_lane(layout, 4)) == lanes
+    assert (only_gather.scatter_lane(layout, 4), only_gather.gather_lane(layout, 4)) == lanes
     assert CustomComm(NcclComm()).has_average and not only_gather.has_average
 
     operand = filled_operand(rank, world_size, 4, torch.float32)
