@@ -77,10 +77,8 @@ def fully_shard(
     The unit manages all parameters below `module` except those that an earlier call on a submodule manages, so call it
     bottom-up: on each block and then on the whole model. Every rank of the mesh must call it on the same modules in the
     same order. No parameters are communicated: each rank keeps its rows of its own values. Parameters are replaced by
-    DTensors; create optimizers afterwards, or see `fsdp2.optim`.
-
-    A weight that is tied to a weight of an earlier unit stays one parameter, which the earlier unit manages with its
-    policies.
+    DTensors; create optimizers afterwards, or see `fsdp2.optim`. A weight that is tied to a weight of an earlier unit
+    stays one parameter, which the earlier unit manages with its policies. Returns `module`, the same object.
 
     Args:
         module: a module with a `forward`, or a list of modules that form one unit (for example, modules that share a
@@ -103,9 +101,6 @@ def fully_shard(
         zero: what is sharded and when, as a stage of ZeRO: a `ZeroPolicy`.
         optional: some ranks may not run `module` in a forward: True, or an `OptionalPolicy` that says how. The same
             holds for units below `module`. Not for the root.
-
-    Returns:
-        `module`, the same object.
 
     Raises:
         ArgumentError: the mesh, an argument or a parameter is unsuitable; the message names it.

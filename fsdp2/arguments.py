@@ -85,12 +85,8 @@ class Placing:
     zero: Sharding | None = None
 
     def plan(self, fqn: str, param: nn.Parameter) -> Plan:
-        """The plan for one parameter.
-
-        Raises:
-            ArgumentError, MisuseError: `shard_placement_fn` or `param_dtype_override_fn` returned an unsuitable value;
-                the parameter is a DTensor on a mesh that is incompatible with ours.
-        """
+        """The plan for one parameter. Raises `ArgumentError` or `MisuseError` if a function of the user's returned an
+        unsuitable value, or the parameter is a DTensor on a mesh that is incompatible with ours."""
         dim, roles = self._placement(fqn, param)
         if roles.sharded_replicas and self.policy.all_gather_dtype is not None:
             raise UnsupportedError("all_gather_dtype does not go together with shard_replicas")

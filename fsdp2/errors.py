@@ -4,20 +4,6 @@ Every error of the library derives from `FSDPError`, and also from the built-in 
 may already catch. A message names the FQN, what was passed or found, what was expected, and what to do.
 """
 
-__all__ = [
-    "ArgumentError",
-    "CheckpointError",
-    "CollectiveError",
-    "CorruptError",
-    "FSDPError",
-    "MismatchError",
-    "MisuseError",
-    "OrderError",
-    "ReplacedError",
-    "StepError",
-    "UnsupportedError",
-]
-
 
 class FSDPError(Exception):
     """Base class of all errors that fsdp2 raises deliberately."""

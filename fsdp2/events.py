@@ -18,8 +18,6 @@ from torch.profiler import record_function
 from fsdp2._torch import profiler_is_on
 from fsdp2.nothing import NOTHING
 
-__all__ = ["Event", "emit", "profiler_range", "record"]
-
 _log = logging.getLogger("fsdp2")
 _listeners: list[list["Event"]] = []
 

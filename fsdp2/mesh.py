@@ -166,12 +166,8 @@ class MeshRoles:
 
 
 def roles_of(mesh: DeviceMesh) -> MeshRoles:
-    """The roles of a 1-D or 2-D mesh's axes.
-
-    Raises:
-        ArgumentError: the mesh has another number of axes.
-        MisuseError: a 2-D mesh has no axis names, so a wrong order of the axes could not be detected.
-    """
+    """The roles of a 1-D or 2-D mesh's axes. Raises `ArgumentError` for another number of axes, and `MisuseError` for a
+    2-D mesh without names, of which a wrong order of the axes could not be detected."""
     if mesh.ndim not in (1, 2):
         raise ArgumentError(
             f"fully_shard: expected a 1-D (shard) or 2-D (replicate, shard) mesh, got {mesh}. With model-parallel axes "

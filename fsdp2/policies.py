@@ -169,10 +169,10 @@ class UnitSettings:
         force_sum: use SUM and divide afterwards, never the backend's AVG.
         max_input_buffers: reductions that may be in flight before compute waits for the oldest.
         all_reduce_hook: called with the flat reduced gradients before the parameters get them, and their mesh; and the
-        stream to call it on.
+            stream to call it on.
         zero: what waits for the last backward of a step; None: nothing does.
         when_reduced: called with the managed parameters of a reduction when they have their gradients, in the last
-        backward of a step.
+            backward of a step.
         features: the arguments of `fully_shard`, and settings, that features understand, by name.
     """
 

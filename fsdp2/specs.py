@@ -80,11 +80,8 @@ def _interned(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 
 
 def specs_of(fqn: str, param: torch.Tensor, dim: int, roles: MeshRoles) -> ParamSpecs:
-    """The specs of `param`, to be sharded along `dim` on the axes of `roles`.
-
-    Raises:
-        ArgumentError: a DTensor on another device type or on a mesh that does not go with `roles`.
-    """
+    """The specs of `param`, to be sharded along `dim` on the axes of `roles`. Raises `ArgumentError` for a DTensor on
+    another device type, or on a mesh that does not go with `roles`."""
     shape, stride = tuple(param.shape), dense_strides(param.shape, param.stride())
     if roles.own_specs is not None:
         own: ParamSpecs = roles.own_specs(fqn, param, dim)

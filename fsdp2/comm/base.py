@@ -144,8 +144,8 @@ class Comm(ABC):
         return choose_lane(layout, itemsize, self.direct_min_bytes, self.direct_allows_uneven)
 
     def scatter_lane(self, layout: ShardLayout, itemsize: int) -> Lane:
-        """The lane of its gradient in a reduce-scatter."""
-        return choose_lane(layout, itemsize, self.direct_min_bytes, self.direct_allows_uneven)
+        """The lane of its gradient in a reduce-scatter; the same, unless an implementation distinguishes them."""
+        return self.gather_lane(layout, itemsize)
 
     @abstractmethod
     def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:

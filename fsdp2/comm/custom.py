@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["AllGather", "ReduceScatter"]
-
 
 class AllGather(ABC):
     """A custom all-gather, for `FSDPModule.set_custom_all_gather`.
