@@ -25,9 +25,10 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch import grad_of, hooks_of, running_backward
+from fsdp2._torch import grad_of, hooks_of, local_tensor, running_backward
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel
@@ -206,7 +207,7 @@ class Gradients:
         for each in forms:
             each.grad = None
         if fill:
-            self._fill(grads, settings.reduce_unused)
+            _fill(self._params, grads, settings.reduce_unused)
         partials, has_partial = self.partials, tuple[bool, ...]()
         if settings.requires_all_reduce and partials:
             self.partials, has_partial = {}, tuple(map(partials.__contains__, self._params))
@@ -219,25 +220,9 @@ class Gradients:
         for plan in plans:
             taken: Any = list(map(grads.__getitem__, plan.indices[: plan.num_grads]))
             if not plan.is_plain or any(map(needs_grad, taken)):
-                taken = list(map(ManagedParameter.local_grad, plan.params, taken))
+                taken = list(map(_local, plan.params, taken))
             reductions.append(Reduction(taken, partials, plan, settings, streams))
         return reductions
-
-    def _fill(self, grads: list[torch.Tensor | None], which: bool | frozenset[int]) -> None:
-        """Put zeros where a trainable parameter has no gradient."""
-        for index in range(len(self._params)) if isinstance(which, bool) else sorted(which):
-            param = self._params[index]
-            if not param.sharded.requires_grad:
-                continue
-            if param.sharded.grad_dtype is None and param.plan.policy.reduce_dtype is None:
-                raise ArgumentError(
-                    f"'{param.fqn}': a gradient that some ranks do not have is reduced as zeros there (as "
-                    "set_reduce_scatter_unused_params(True) asks for), so all must know its dtype; its grad_dtype is "
-                    "None. Set that, or the policy's reduce_dtype."
-                )
-            if grads[index] is None:
-                zeros = torch.zeros(param.layout.shape, dtype=param.reduce_dtype, device=param.roles.device)
-                grads[index] = param.geometry.from_memory(zeros)
 
     def _plan(self, key: _Key, grads: Sequence[torch.Tensor | None]) -> list[ReductionPlan]:
         """One plan for each dtype of the parameters, in their order, which is the same on every rank."""
@@ -258,3 +243,32 @@ class Gradients:
             for members in by_dtype.values()
         ]
         return plans
+
+
+def _fill(params: Params, grads: list[torch.Tensor | None], which: bool | frozenset[int]) -> None:
+    """Put zeros where a trainable parameter has no gradient."""
+    for index in range(len(params)) if isinstance(which, bool) else sorted(which):
+        param = params[index]
+        if not param.sharded.requires_grad:
+            continue
+        if param.sharded.grad_dtype is None and param.plan.policy.reduce_dtype is None:
+            raise ArgumentError(
+                f"'{param.fqn}': a gradient that some ranks do not have is reduced as zeros there (as "
+                "set_reduce_scatter_unused_params(True) asks for), so all must know its dtype; its grad_dtype is "
+                "None. Set that, or the policy's reduce_dtype."
+            )
+        if grads[index] is None:
+            zeros = torch.zeros(param.layout.shape, dtype=param.reduce_dtype, device=param.roles.device)
+            grads[index] = param.geometry.from_memory(zeros)
+
+
+def _local(param: ManagedParameter, grad: torch.Tensor) -> torch.Tensor:
+    """A gradient of `unsharded` as a plain tensor without a graph, dims in memory order."""
+    if grad.requires_grad:
+        grad = grad.detach()
+    if isinstance(grad, DTensor):
+        placements = param.plan.specs.gradient_placements(grad)
+        if placements != grad.placements:
+            grad = grad.redistribute(placements=placements)
+        grad = local_tensor(grad)
+    return grad if param.geometry.as_is else param.geometry.to_memory(grad)

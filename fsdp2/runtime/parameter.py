@@ -16,6 +16,7 @@ autograd graphs hold `unsharded`. The group knows which form the module currentl
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -25,14 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp2._torch import (
-    local_tensor,
-    make_parameter,
-    move_hooks,
-    set_local_tensor,
-    subclassed_parameter,
-    version,
-)
+from fsdp2._torch import local_tensor, make_parameter, move_hooks, set_local_tensor, subclassed_parameter, version
 from fsdp2.carving import carved_of
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import ShardLayout
@@ -236,17 +230,6 @@ class ManagedParameter:
             self.unsharded.grad = before.grad.to(data.device, self.reduce_dtype)
         return self.unsharded
 
-    def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient of `unsharded` as a plain tensor without a graph, dims in memory order."""
-        if grad.requires_grad:
-            grad = grad.detach()
-        if isinstance(grad, DTensor):
-            placements = self.plan.specs.gradient_placements(grad)
-            if placements != grad.placements:
-                grad = grad.redistribute(placements=placements)
-            grad = local_tensor(grad)
-        return grad if self.geometry.as_is else self.geometry.to_memory(grad)
-
     def is_among(self, ids: set[int]) -> bool:
         """Whether one of its forms is one of the objects with these ids."""
         return id(self.sharded) in ids or id(self.unsharded) in ids or id(self.resharded) in ids
@@ -268,11 +251,11 @@ class ManagedParameter:
             ArgumentError: the module holds something that is not this parameter sharded the same way.
         """
         current, before = self.slots[0].get(), self.extension
-        if current is self.sharded and self._is_current(local_tensor(current)):
-            tie_again(self.slots, current, self._check_replacement)
+        if current is self.sharded and _is_current(self, local_tensor(current)):
+            tie_again(self.slots, current, partial(_check_replacement, self))
             self.extension = extension_of(self.fqn, local_tensor(current))  # may be set on it later
             return before is not self.extension
-        self._check_replacement(current)
+        _check_replacement(self, current)
         assert isinstance(current, nn.Parameter)
         local, numel = local_tensor(current), self.geometry.local[0].padded_numel
         in_memory = local if is_wrapper(local) else self.geometry.to_memory(local)
@@ -301,25 +284,27 @@ class ManagedParameter:
         _managed[self.sharded] = ref(self)
         self.sharded = current
 
-    def _is_current(self, local: torch.Tensor) -> bool:
-        if is_wrapper(local):
-            return local.dtype == self.flat.dtype and local.device == self.flat.device
-        return local.untyped_storage() is self.flat.untyped_storage()
-
-    def _check_replacement(self, current: Any) -> None:
-        shape, placements = self.plan.specs.shape, self.plan.specs.placements
-        expected = f"a DTensor of shape {shape} with placements {placements}"
-        if not isinstance(current, DTensor) or not isinstance(current, nn.Parameter):
-            raise ArgumentError(
-                f"{self.fqn}: expected the module to hold an nn.Parameter that is {expected}, got "
-                f"{type(current).__name__}. Distribute full tensors first (torch.distributed.tensor.distribute_tensor) "
-                "or load them with torch.distributed.checkpoint.state_dict.set_model_state_dict."
-            )
-        if tuple(current.shape) != shape or tuple(current.placements) != placements:
-            raise ArgumentError(
-                f"{self.fqn}: expected {expected}, got shape {tuple(current.shape)} with placements "
-                f"{current.placements}. Distribute it like the parameter that it replaces."
-            )
-
 
 sharded_of: Callable[[ManagedParameter], nn.Parameter] = attrgetter("sharded")
+
+
+def _is_current(param: ManagedParameter, local: torch.Tensor) -> bool:
+    if is_wrapper(local):
+        return local.dtype == param.flat.dtype and local.device == param.flat.device
+    return local.untyped_storage() is param.flat.untyped_storage()
+
+
+def _check_replacement(param: ManagedParameter, current: Any) -> None:
+    shape, placements = param.plan.specs.shape, param.plan.specs.placements
+    expected = f"a DTensor of shape {shape} with placements {placements}"
+    if not isinstance(current, DTensor) or not isinstance(current, nn.Parameter):
+        raise ArgumentError(
+            f"{param.fqn}: expected the module to hold an nn.Parameter that is {expected}, got "
+            f"{type(current).__name__}. Distribute full tensors first (torch.distributed.tensor.distribute_tensor) "
+            "or load them with torch.distributed.checkpoint.state_dict.set_model_state_dict."
+        )
+    if tuple(current.shape) != shape or tuple(current.placements) != placements:
+        raise ArgumentError(
+            f"{param.fqn}: expected {expected}, got shape {tuple(current.shape)} with placements "
+            f"{current.placements}. Distribute it like the parameter that it replaces."
+        )

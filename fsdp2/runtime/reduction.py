@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._torch import foreach_copy, foreach_divided, hooks_of, post_accumulate_grad_hooks, profiler_is_on
 from fsdp2.comm.base import Collective, Reported
@@ -218,7 +219,7 @@ class Reduction:
         if self.leaves_partials:
             if not is_lazy:  # otherwise compute would wait for each reduce-scatter as soon as it is issued
                 yield streams, done
-            self._keep(flat, partials, scaling.after_scatter(roles.replicate_size))  # [3]
+            _keep(plan, flat, partials, scaling.after_scatter(roles.replicate_size))  # [3]
             return
         if roles.replicate_group is not None:
             with streams.all_reducing():
@@ -269,12 +270,6 @@ class Reduction:
         collective = plan.collectives.get(key) or plan.planned(*key)
         return flat, (collective, collective.start(sources, outputs))
 
-    def _keep(self, flat: torch.Tensor, partials: Partials, divisor: float) -> None:
-        """Add the flat output to the partial gradients, which still have to be divided by `divisor`."""
-        for param, output in zip(self._plan.params, flat.split(self._plan.sizes), strict=True):
-            earlier = partials.get(param)
-            partials[param] = Partial(output if earlier is None else earlier.over(divisor).add_(output), divisor)
-
     def _over_replicas(
         self, flat: torch.Tensor, partials: Partials, scaling: Scaling, kept: Tensors
     ) -> tuple[torch.Tensor, _Waits | None]:
@@ -282,7 +277,7 @@ class Reduction:
         plan, inner = self._plan, self._plan.inner
         outputs = flat.split(plan.sizes)
         divisor = scaling.after_scatter(plan.channel.roles.replicate_size)
-        for param, output in zip(plan.params, outputs, strict=True) if partials else ():
+        for param, output in zip(plan.params, outputs, strict=True):
             if (earlier := partials.get(param)) is not None:
                 output.add_(earlier.over(divisor))
         key = plan.channel.roles.replicate.group, scaling.all_reduce_averages, self.fqn
@@ -303,22 +298,28 @@ class Reduction:
         if post != 1:
             flat.div_(post)
         if self._settings.all_reduce_hook is not None:
-            self._run_hook(flat, *self._settings.all_reduce_hook)
+            _run_hook(flat, self._plan.channel.roles.mesh, self._streams, *self._settings.all_reduce_hook)
         kept.append(flat)  # allocated on the reduce-scatter stream, may be read on the all-reduce stream
         return self._plan.sink.receive(flat)
 
-    def _run_hook(self, flat: torch.Tensor, hook: Callable[..., None], stream: torch.Stream | None) -> None:
-        mesh, streams = self._plan.channel.roles.mesh, self._streams
-        if stream is None or streams.lazy:
-            hook(flat, mesh)
-            return
-        # The current stream owns `flat` and waits until the hook's stream has finished with it.
-        ready = streams.record()
-        with stream:
-            streams.wait(ready)
-            hook(flat, mesh)
-            done = streams.record()
-        streams.wait(done)
+
+def _run_hook(flat: torch.Tensor, mesh: DeviceMesh, streams: Streams, hook: Callable[..., None], stream: Any) -> None:
+    if stream is None or streams.lazy:
+        return hook(flat, mesh)
+    # The current stream owns `flat` and waits until the hook's stream has finished with it.
+    ready = streams.record()
+    with stream:
+        streams.wait(ready)
+        hook(flat, mesh)
+        done = streams.record()
+    streams.wait(done)
+
+
+def _keep(plan: ReductionPlan, flat: torch.Tensor, partials: Partials, divisor: float) -> None:
+    """Add the flat output to the partial gradients, which still have to be divided by `divisor`."""
+    for param, output in zip(plan.params, flat.split(plan.sizes), strict=True):
+        earlier = partials.get(param)
+        partials[param] = Partial(output if earlier is None else earlier.over(divisor).add_(output), divisor)
 
 
 def _tell(params: Params, then: Sequence[Callable[[Params], None]]) -> None:

@@ -52,9 +52,8 @@ class Sink:
         self.params = params
         self._dtypes = [param.grad_dtype for param in params]
         self._are_mixed = len(set(self._dtypes)) > 1
-        self.receive: Callable[[torch.Tensor], torch.Tensor] = methodcaller(
-            "to", reduce(torch.promote_types, self._dtypes)
-        )
+        common = reduce(torch.promote_types, self._dtypes)
+        self.receive: Callable[[torch.Tensor], torch.Tensor] = methodcaller("to", common)
         sizes = [param.geometry.local[0].padded_numel for param in params]
         shapes, strides = zip(*(param.geometry.view for param in params), strict=True)
         self.views = shapes, strides, list(accumulate(sizes[:-1], initial=0))
