@@ -104,7 +104,7 @@ class Bucket:
             self._under_way = _nothing
         else:
             streams = memory.streams
-            # Compute may still use the copies on the smaller mesh, and memory that was not freed.
+            # Compute may still use the copies on the smaller mesh, and memory that was kept.
             is_free = self.phase is Phase.SHARDED and kept is None and (source is None or not source.follows_compute)
             used = None if is_free else streams.record()
             named = profiler_range("FSDP::all_gather", self.channel.fqn) if profiler_is_on() else NOTHING
@@ -130,10 +130,10 @@ class Bucket:
         self.source = wrapped(source_of(self), self)
         return self.source
 
-    def settle(self, gathering: bool = False) -> None:
+    def settle(self) -> None:
         """Before the shards are read or changed: wait for what changes them in the background."""
         for wait in tuple(self.changing):
-            wait(gathering)
+            wait(False)
 
     def wait_for_unshard(self) -> None:
         """Make the unsharded parameters usable, and make the module hold them."""
@@ -224,6 +224,7 @@ class Bucket:
         """Keep something else from now on."""
         self.keep = keep
         if self.source is not None:
+            self.source.base.kept = None
             self.source = wrapped(self.source.base, self)
 
     def follow_settings(self, other: "Bucket") -> None:

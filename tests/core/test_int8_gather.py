@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from fsdp2 import MixedPrecisionPolicy, ZeroPolicy
+from fsdp2.extras import int8
+from fsdp2.extras.int8 import quantise
 from tests.helpers.ranks import on_ranks
 from tests.helpers.two_layers import X, backward_of, sharded_layers, zero_shards
 
@@ -54,3 +56,13 @@ def test_int8_follows_a_conversion(rank: int, world_size: int) -> None:
     model.zero_grad()
     model.to(torch.bfloat16)
     backward_of(model, X.bfloat16())
+
+
+@on_ranks(2)
+def test_a_unit_is_quantised_in_one_call(rank: int, world_size: int) -> None:
+    """There was one for each parameter, which on a device is a launch of ten kernels."""
+    model, calls = sharded_layers(mp_policy=INT8), []
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(int8, "quantise", lambda values: calls.append(values.shape) or quantise(values))
+        model[0].unshard()
+    assert len(calls) == 1 and len(list(model[0].parameters())) == 2
