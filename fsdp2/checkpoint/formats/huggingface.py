@@ -111,7 +111,6 @@ def _weight_map(storage: Storage, path: str, entry: str) -> dict[str, str]:
 def _tensors(storage: Storage, file: str) -> dict[str, tuple[StoredTensorInfo, list[StoredPiece]] | str]:
     """All tensors of a file; instead of those that cannot be read, why."""
     reader = storage.open_file(file)
-    result: dict[str, tuple[StoredTensorInfo, list[StoredPiece]] | str] = {}
     try:
         start = bytearray(min(len(LEGACY), reader.size))
         reader.read_into(0, memoryview(start))
@@ -119,18 +118,16 @@ def _tensors(storage: Storage, file: str) -> dict[str, tuple[StoredTensorInfo, l
         content = read_torch_file(reader, file) if is_torch else read_header(reader, file)
     finally:
         reader.close()
+    result: dict[str, tuple[StoredTensorInfo, list[StoredPiece]] | str] = {}
     if isinstance(content, Header):
         result.update(content.unread)
         for name, stored in content.tensors.items():
             box = whole(stored.shape)
             piece = StoredPiece(file, stored.offset, box, box, stored.dtype)
             result[name] = StoredTensorInfo(stored.dtype, stored.shape), [piece]
-        return result
-    for name, tensor in content.items() if isinstance(content, dict) else ():
-        is_tensor = isinstance(tensor, TensorInFile)
-        result[str(name)] = (
-            (StoredTensorInfo(tensor.dtype, tensor.shape), tensor.pieces())
-            if is_tensor
-            else f"{shown(tensor)}, not a tensor that can be read"
-        )
+    elif isinstance(content, dict):
+        for name, tensor in content.items():
+            result[str(name)] = f"{shown(tensor)}, not a tensor that can be read"
+            if isinstance(tensor, TensorInFile):
+                result[str(name)] = StoredTensorInfo(tensor.dtype, tensor.shape), tensor.pieces()
     return result

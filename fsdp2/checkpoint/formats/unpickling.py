@@ -24,6 +24,9 @@ MAX_DEPTH = 64
 MAX_ITEMS = 20_000_000
 MAX_INT_BYTES = 512  # Python does not print longer ones
 MAX_NAME = 1000
+# Objects per byte: an empty list takes 64 times its code. Honest pickles build an object from every third byte.
+FREE_OBJECTS = 1 << 20
+BYTES_AN_OBJECT = 2
 
 
 class NotPlain(CorruptError):
@@ -185,7 +188,7 @@ class _Reader(_Unpickler):
         super().__init__(file)
         self._file, self._where, self._allowed, self._persistent = file, where, allowed, persistent
         self._makers = makers
-        self._copied = 0
+        self._made = self._copied = 0
 
     def find_class(self, module: str, name: str) -> Any:
         """The note of a class or function."""
@@ -217,6 +220,14 @@ class _Reader(_Unpickler):
             if self._copied > 4 * self._file.tell() + (1 << 16):
                 raise ValueError("much more content than it has bytes")
         self.stack[-2:] = [Made(maker.kind, args) if simple is None else simple(args)]
+
+    def count(self) -> None:
+        """Count an object, or an entry of the memo."""
+        self._made += 1
+        if self._made > FREE_OBJECTS and self._made > FREE_OBJECTS + self._file.tell() // BYTES_AN_OBJECT:
+            raise CorruptError(
+                f"{self._where}: {self._made} objects in {self._file.tell()} bytes, more than is possible"
+            )
 
     def build(self) -> None:
         """Set the state of the object on top; attributes of a dict's subclass are dropped."""
@@ -260,3 +271,15 @@ _Reader.dispatch = {getattr(pickle, name)[0]: _theirs[getattr(pickle, name)[0]] 
     pickle.NEWOBJ_EX[0]: lambda self: self.make(1),
     pickle.BUILD[0]: _Reader.build,
 }
+
+
+def _counted(operation: Callable[[Any], None]) -> Callable[[Any], None]:
+    def run(reader: _Reader) -> None:
+        reader.count()
+        operation(reader)
+
+    return run
+
+
+for _code in b"()]}tRqrbc\x81\x85\x86\x87\x8f\x91\x92\x93\x94":  # those that make an object, or an entry of the memo
+    _Reader.dispatch[_code] = _counted(_Reader.dispatch[_code])

@@ -185,10 +185,9 @@ def consolidated_homes(
             filled = 0
         groups[-1].append((name, dtype, shape))
         filled += nbytes
-    if len(groups) == 1:
-        return {f"{section}.safetensors": groups[0]}
     count = len(groups)
-    return {f"{section}-{index:05d}-of-{count:05d}.safetensors": group for index, group in enumerate(groups, start=1)}
+    names = [f"{section}-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
+    return dict(zip(names if count > 1 else [f"{section}.safetensors"], groups, strict=True))
 
 
 def consolidated_files(

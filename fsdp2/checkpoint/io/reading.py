@@ -26,7 +26,7 @@ from fsdp2.placement.box import Box, flat_range_within
 __all__ = ["BUFFER_BYTES", "THREADS", "OpenFiles", "PieceBytes", "Request", "read_all"]
 
 THREADS = 4
-BUFFER_BYTES = 4 * BLOCK  # per thread
+BUFFER_BYTES = 4 * BLOCK  # per thread; also what verify and convert hold of a tensor in each thread
 RUN = 16 * BLOCK  # bytes of one task, or of several small ones that one thread runs together
 TOGETHER = 16  # the most tasks run together: for small ones in a remote storage, most of the time is latency
 MAX_OPEN_FILES = 32

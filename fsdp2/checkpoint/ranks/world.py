@@ -101,14 +101,8 @@ class World:
             ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank's part of a tensor belongs.
-
-    Attributes:
-        tiling, copy: see `Entry`.
-        box: likewise; None if the rank has no part.
-    """
+class Place(NamedTuple):
+    """Where a rank's part of a tensor belongs; see `Entry`. `box` is None if the rank has no part."""
 
     tiling: Tiling
     box: Box | None

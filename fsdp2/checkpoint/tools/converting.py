@@ -8,7 +8,7 @@ memory completely. The new folder gets its name when all of it is durable.
 import uuid
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,22 +29,26 @@ from fsdp2.checkpoint.io.planned_files import (
     joined_sums,
     rank_file,
 )
-from fsdp2.checkpoint.io.reading import Request, read_all
+from fsdp2.checkpoint.io.reading import BUFFER_BYTES, Request, read_all
+from fsdp2.checkpoint.io.workers import Meter, Progress
 from fsdp2.checkpoint.io.writing import write_files
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.run.committing import encoded, index_files, put_in_place
 from fsdp2.checkpoint.run.folders import delete, free_name, is_complete, own_folder, sweep, work_folder
-from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
+from fsdp2.checkpoint.schema.checksum import BLOCK
+from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES, name_of
 from fsdp2.checkpoint.schema.manifest import MANIFEST, body_of, table_of
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
-from fsdp2.checkpoint.tools.streaming import Fill, Meter, Progress, stored_blocks
 from fsdp2.errors import ArgumentError, CheckpointError, UnsupportedError
-from fsdp2.placement.box import Box, whole
+from fsdp2.placement.box import Box, boxes_of_flat_range, whole
 from fsdp2.placement.tiling import Grid, Tiling, replicated
 
 __all__ = ["LAYOUTS", "convert"]
 
 LAYOUTS = ("ranks", "consolidated")
+
+# Given a view to fill, and which part of a tensor that is: fills it.
+Fill = Callable[[torch.Tensor, Box], None]
 
 # Conversions between these only lose precision. With other dtypes (integers, 8-bit floats, whose scales are stored
 # elsewhere) the values would change their meaning.
@@ -294,7 +298,7 @@ class _Rewriting:
     def _piece(self, name: str, dtype: str, box: Box, shape: tuple[int, ...], fill: Fill) -> Piece:
         """A piece whose values come from the old checkpoint."""
         empty = torch.empty(box.shape, dtype=DTYPES[dtype], device="meta")
-        return Piece(name, dtype, box, empty, shape, partial(stored_blocks, fill, box, dtype))
+        return Piece(name, dtype, box, empty, shape, partial(_stored_blocks, fill, box, dtype))
 
     def _body(self, written: Sequence[Written], homes: Homes, extra: Mapping[str, Any]) -> dict[str, Any]:
         """The body of the manifest."""
@@ -323,3 +327,27 @@ class _Rewriting:
             extra_world=manifest.extra_world if manifest else len(ranks),
             about=manifest.about if manifest else {},
         )
+
+
+def _stored_blocks(fill: Fill, box: Box, dtype: str, first: int, last: int) -> Iterator[tuple[memoryview, bool]]:
+    """Bytes ``first..last`` of a part of a stored tensor, row by row, in blocks, like `blocks_of` for tensors in
+    memory. Any number of threads may call this.
+
+    Args:
+        box: the part of the tensor.
+        dtype: the dtype to convert the values to, by its name in safetensors.
+
+    Raises:
+        CorruptError: they are damaged or incomplete.
+    """
+    itemsize = ITEMSIZES[dtype]
+    for start in range(first, last, BUFFER_BYTES):
+        data = bytearray(min(BUFFER_BYTES, last - start))
+        flat, filled = torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[dtype]), 0
+        for part in boxes_of_flat_range(box.shape, start // itemsize, (start + len(data)) // itemsize):
+            place = Box(tuple(a + b for a, b in zip(part.start, box.start, strict=True)), part.shape)
+            fill(flat[filled : filled + part.numel].view(part.shape), place)
+            filled += part.numel
+        for at in range(0, len(data), BLOCK):
+            # A caller that batches writes after each chunk.
+            yield memoryview(data)[at : at + BLOCK], at + BLOCK < len(data)

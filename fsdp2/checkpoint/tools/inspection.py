@@ -16,15 +16,14 @@ from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.memory import bytes_of
 from fsdp2.checkpoint.io.pieces import StoredPiece, runs_within
-from fsdp2.checkpoint.io.reading import OpenFiles, PieceBytes
-from fsdp2.checkpoint.io.workers import run_all
+from fsdp2.checkpoint.io.reading import BUFFER_BYTES, OpenFiles, PieceBytes
+from fsdp2.checkpoint.io.workers import Meter, Progress, run_all
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.run.folders import TRIES, id_at
 from fsdp2.checkpoint.schema.checksum import BLOCK
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.checkpoint.tools.describing import stray_files, tensor_nbytes
-from fsdp2.checkpoint.tools.streaming import CHUNK_BYTES, Meter, Progress
 from fsdp2.errors import CheckpointError, CorruptError, ReplacedError, UnsupportedError
 from fsdp2.placement.box import whole
 
@@ -165,9 +164,9 @@ class _Verification:
         report.num_tensors = len(infos)
         meter = Meter(sum(map(tensor_nbytes, infos)), progress)
         chunks = (
-            (source, start, min(start + CHUNK_BYTES, source.nbytes))
+            (source, start, min(start + BUFFER_BYTES, source.nbytes))
             for source in self._sources()
-            for start in range(0, source.nbytes, CHUNK_BYTES)
+            for start in range(0, source.nbytes, BUFFER_BYTES)
         )
         found = run_all(partial(_check, catalog.opened, meter), chunks, THREADS, "fsdp2-verify")
         meter.finish()

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from fsdp2.checkpoint.formats.native import NATIVE
+from fsdp2.checkpoint.io.workers import Progress
 from fsdp2.checkpoint.tools.describing import Description
 from fsdp2.checkpoint.tools.inspection import Report
-from fsdp2.checkpoint.tools.streaming import Progress
 
 __all__ = ["clean", "described", "listed", "progress", "reported"]
 
