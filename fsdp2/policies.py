@@ -174,6 +174,7 @@ class UnitSettings:
         when_reduced: called with the managed parameters of a reduction when they have their gradients, in the last
             backward of a step.
         features: the arguments of `fully_shard`, and settings, that features understand, by name.
+        ends_step: a backward with these settings completes the sharded gradients, so that the optimizer may step.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -190,11 +191,10 @@ class UnitSettings:
     zero: Sharding | None = None
     when_reduced: tuple[Callable[[Sequence[Any]], None], ...] = ()
     features: Mapping[str, Any] = field(default_factory=dict)
+    ends_step: bool = field(init=False)
 
-    @property
-    def ends_step(self) -> bool:
-        """Whether a backward with these settings completes the sharded gradients, so that the optimizer may step."""
-        return self.requires_gradient_sync and self.requires_all_reduce
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ends_step", self.requires_gradient_sync and self.requires_all_reduce)
 
     def in_backward(self, is_last: bool) -> "UnitSettings":
         """The settings for a backward that is, or is not, the last of a step."""

@@ -147,13 +147,10 @@ def backward_is_running() -> bool:
     return running_backward() != -1
 
 
-_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
-_transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
-def has_levels() -> bool:
-    """Whether a transform of `torch.func` is active, or forward-mode differentiation is on."""
-    return _transforms_are_active() or _level() >= 0
+# The level of forward-mode differentiation; negative if it is off.
+forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+# Whether a transform of `torch.func` is active.
+transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 # Runs a block as if no transform of `torch.func` were active: a tensor that is created within one is unusable later.

@@ -15,13 +15,14 @@ Under transforms of `torch.func`, and with forward-mode differentiation, the ten
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from fsdp2._torch import base_of, has_levels, number_of_node, will_run_node
+from fsdp2._torch import base_of, forward_level, number_of_node, transforms_are_active, will_run_node
 from fsdp2.events import profiler_range
 from fsdp2.runtime import hooks
 from fsdp2.runtime.tree import map_tensors, tensors_in, tensors_within
@@ -35,10 +36,9 @@ _leaf = torch.zeros(0, requires_grad=True)
 _leaf_node = get_gradient_edge(_leaf).node
 
 
-def backward_is_whole() -> bool:
-    """Whether the backward that runs now computes all gradients, not those of some inputs only. Within a backward that
-    passes through the end of some unit's."""
-    return will_run_node(_leaf_node)
+# Whether the backward that runs now computes all gradients, not those of some inputs only. To be called within a
+# backward that passes through the end of some unit's.
+backward_is_whole: Callable[[], bool] = partial(will_run_node, _leaf_node)
 
 
 class _BackwardEnd(torch.autograd.Function):
@@ -64,7 +64,7 @@ def on_backward_end(
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """Wrap the inputs of a forward: `end` runs when backward has passed through all of them, and `begin` when a
     backward through that backward reaches them. The third result: whether `backward_is_whole` will know."""
-    if has_levels():
+    if transforms_are_active() or forward_level() >= 0:
         return hooks.implementation(hooks.levels, "end", "torch.func")(end, begin, args, kwargs)  # type: ignore[no-any-return]
     tensors = [tensor for tensor in tensors_in((args, kwargs) if kwargs else args) if tensor.requires_grad]
     if not tensors:
@@ -82,7 +82,7 @@ def on_backward_begin(callback: Callback, output: Any, since: int = 0) -> Any:
     Args:
         since: `next_node_number()` when the forward began that has made `output`.
     """
-    if has_levels():
+    if transforms_are_active() or forward_level() >= 0:
         return hooks.implementation(hooks.levels, "begin", "torch.func")(callback, output)
     if isinstance(output, torch.Tensor):
         tensors = [output]

@@ -9,6 +9,7 @@
 """
 
 from typing import Any, TypeAlias
+from weakref import ref
 
 from fsdp2._torch import profiler_is_on
 from fsdp2.errors import OrderError
@@ -70,7 +71,7 @@ def _prefetch(unit: Unit, order: Pass, position: int) -> None:
         targets = [] if before is None else [before]
     for target in targets:
         if target.settings.unshard_in_backward:
-            with profiler_range("FSDP::backward_prefetch for", target.fqn):
+            with profiler_range("FSDP::backward_prefetch for", target.fqn) if profiler_is_on() else NOTHING:
                 target.unshard(prefetching=True)
 
 
@@ -89,18 +90,23 @@ def pre_backward_again(unit: Unit, *_grad: object) -> None:
     pre_backward(unit, None, -1, unit.conversions())
 
 
-def reached(unit: Unit) -> None:
+def reached(weak: "ref[Unit]") -> None:
     """A gradient has arrived, by no output of the unit: of a tensor that a module has kept, or of a loss outside of the
     forward that reads a parameter. The end of backward reduces it."""
-    unit.ready_step().expect_end_of_backward()
+    unit = weak()
+    if unit is not None:
+        unit.ready_step().expect_end_of_backward()
 
 
-def gradients_ready(unit: Unit, index: int) -> None:
+def gradients_ready(weak: "ref[Unit]", index: int) -> None:
     """All trainable parameters of a group have a gradient, so their reduction can start before the unit's backward
     ends. If other ranks may lack some gradients, all ranks start it at the end of backward instead. Parameters that are
     used as they are cannot be stepped before the unit's backward ends."""
+    unit = weak()
+    if unit is None:
+        return
     if unit.step is None or unit.step.end is None or unit.step.end() is None:
-        reached(unit)
+        reached(weak)
     settings, group = unit.state.settings, unit.groups[index]
     steps_what_is_used = settings.when_reduced and group.roles.shard_axis is None
     waits = settings.reduce_unused or unit.role is not None or steps_what_is_used
@@ -127,7 +133,9 @@ def finish_backward(unit: Unit, is_last: bool) -> None:
     state = unit.state
     if state.stage is Stage.FORWARD and state.calls:
         return  # a backward within its forward, the rest of which needs its parameters
-    settings = state.settings = unit.in_backward()
+    if unit.step.end is None:  # no backward runs
+        state.settings = unit.in_backward()
+    settings = state.settings
     if state.stage is Stage.BACKWARD:
         post_backward(unit)
     elif state.stage is Stage.IDLE:

@@ -76,7 +76,8 @@ def pre_forward(module: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args,
             args, kwargs = cast_floating(policy.param_dtype, (args, kwargs), "FSDP::cast_forward_inputs")
         if is_first:
             state.first_node = next_node_number()
-            if unit.groups and torch.is_grad_enabled() and not _holds_container(unit):
+            is_whole = len(unit.members) == 1 or all(map(has_forward, unit.modules))  # the end of backward can be seen
+            if unit.groups and torch.is_grad_enabled() and is_whole:
                 end, again = partial(post_backward, unit), partial(pre_backward_again, unit)
                 args, kwargs, state.sees_end = on_backward_end(end, again, args, kwargs)
         return args, kwargs
@@ -120,11 +121,6 @@ def _prefetch(unit: Unit, step: Step) -> None:
     for other in unit.alive(unit.forward_prefetch):
         with profiler_range("FSDP::forward_prefetch for", other.fqn):
             other.unshard(prefetching=True)
-
-
-def _holds_container(unit: Unit) -> bool:
-    """Whether a module of the list never runs, so that the end of its backward cannot be seen."""
-    return len(unit.members) > 1 and not all(has_forward(module) for module in unit.modules)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -115,8 +115,8 @@ class Unit:
         self.members = [ref(module) for module in modules]
         self.groups = []
         for params in param_lists:
-            ready = partial(_if_alive, ref(self), backward.gradients_ready, len(self.groups))
-            self.groups.append(Bucket(params, ready, partial(_if_alive, ref(self), backward.reached)))
+            ready = partial(backward.gradients_ready, ref(self), len(self.groups))
+            self.groups.append(Bucket(params, ready, partial(backward.reached, ref(self))))
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -322,9 +322,3 @@ class Unit:
         self.reshard_all()
         for group in self.groups:
             group.gradients.drop()
-
-
-def _if_alive(weak: "ref[Unit]", call: Callable[..., None], *args: Any) -> None:
-    unit = weak()
-    if unit is not None:
-        call(unit, *args)
