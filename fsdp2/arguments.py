@@ -1,7 +1,5 @@
-"""The arguments of `fully_shard` and the plan for each parameter, checked before anything is changed. Layer: api.
-
-torch's own policies are accepted too, and are converted to ours. What cannot be used is an `ArgumentError`.
-"""
+"""The arguments of `fully_shard` and the plan for each parameter, checked before anything is changed. torch's own
+policies are converted to ours. Layer: api."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields

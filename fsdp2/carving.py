@@ -18,15 +18,9 @@ from fsdp2._torch import base_of
 _carved = WeakIdKeyDictionary()
 
 
-def can_carve(tensor: torch.Tensor) -> bool:
-    """Whether parts of `tensor` can have their own storages on its memory (through DLPack). Only on the CPU: code that
-    records streams or shares handles with other processes expects whole allocations."""
-    return type(tensor) is torch.Tensor and tensor.untyped_storage().device.type == "cpu"
-
-
 def carve(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """1-D tensors of `sizes` elements (none zero), end to end on the memory of `flat`, which is 1-D, contiguous, of
-    ``sum(sizes)`` elements and `can_carve`, and lives as long as one of them. Each has its own storage and version
+    ``sum(sizes)`` elements and on the CPU, and lives as long as one of them. Each has its own storage and version
     counter. (A DTensor on such a tensor can be deep-copied; on a view behind the start of its storage it cannot.)"""
     pieces, start = [], 0
     base = base_of(flat)

@@ -1,7 +1,6 @@
 """`Settings`: the setters of `FSDPModule`. They change `UnitSettings` and the param groups' channels. Layer: module.
 
-The class precedes the model's own in the class of a sharded module, so it has only documented names: any other could
-hide a method of the model. Helpers are functions below.
+The class precedes the model's own, so it has only documented names: any other could hide a method of the model.
 """
 
 import inspect

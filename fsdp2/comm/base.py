@@ -176,7 +176,7 @@ wrap_collective: list[Callable[[Collective, What], Collective]] = []
 
 
 def wrapped(collective: Collective, what: What) -> Collective:
-    """`collective`, as those see it who watch."""
+    """`collective`, seen by those who watch."""
     for wrap in wrap_collective:
         collective = wrap(collective, what)
     return collective

@@ -1,7 +1,6 @@
 """The backend's own collectives, one call for a unit: `FlatComm` for any backend, `NcclComm` for NCCL. Layer: comm.
 
-NCCL's are coalesced: it was run with ranks that share a GPU (`tests/gpu/nccl.py`), where no time means anything. Not
-confirmed: the threshold between the lanes.
+NCCL was run with ranks that share a GPU (`tests/gpu/nccl.py`). The threshold between the lanes is not confirmed.
 """
 
 from collections.abc import Sequence

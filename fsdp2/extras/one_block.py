@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 
 from fsdp2._torch import local_tensor, set_local_tensor
-from fsdp2.carving import can_carve, carve, place_of
+from fsdp2.carving import carve, place_of
 from fsdp2.runtime import hooks
 from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.parameter import ManagedParameter
@@ -19,6 +19,12 @@ from fsdp2.runtime.parameter import ManagedParameter
 # The largest shard that is moved. For a larger one a separate call is negligible next to the arithmetic, and the copy
 # is noticeable: `fully_shard` of a billion parameters took half as long again.
 MOST_BYTES = 1 << 20
+
+
+def can_carve(tensor: torch.Tensor) -> bool:
+    """Whether parts of `tensor` can have their own storages on its memory (through DLPack). Only on the CPU: code that
+    records streams or shares handles with other processes expects whole allocations."""
+    return type(tensor) is torch.Tensor and tensor.untyped_storage().device.type == "cpu"
 
 
 def lay_together(params: Sequence[ManagedParameter]) -> bool:

@@ -1,8 +1,7 @@
 """Streams and events, with a CPU stand-in, so that the code above is the same for both. Layer: runtime.
 
-On an accelerator work is *enqueued*: everything up to the final event is issued at once, and waiting does not block the
-CPU. On the CPU work *runs*: a wait blocks, so it is deferred until the result is needed. That is the only difference
-the runtime sees (`Streams.lazy`).
+On an accelerator work is *enqueued*: all is issued at once, up to the final event, and waiting does not block the CPU.
+On the CPU work *runs*: a wait blocks, and is deferred until the result is needed. The runtime sees only `Streams.lazy`.
 """
 
 from contextlib import AbstractContextManager
