@@ -97,13 +97,14 @@ def _begin_root(unit: Unit, step: Step, args: _Args, kwargs: _Kwargs) -> tuple[_
 
 
 def _begin(unit: Unit, step: Step, state: State, module: nn.Module) -> None:
-    """`module` is the first of the unit to run. The unit that a checkpoint recomputed before this one is resharded, so
-    that the bound of two units holds."""
-    last = None if step.recomputed is None else step.recomputed()
-    if last is not None and unit.in_order:
-        step.recomputed = None
-        if last.state.stage is Stage.IDLE:
-            last.reshard_after_forward()
+    """`module` is the first of the unit to run. Of the units that a checkpoint recomputed before, all but the last are
+    resharded, and all other memory is freed, so that the bound of two units holds."""
+    if step.recomputed and unit.in_order:
+        for other in [weak() for weak in step.recomputed[:-1]]:
+            if other is not None and other.state.stage is Stage.IDLE:
+                other.reshard_after_forward()
+        del step.recomputed[:-1]
+        step.memory.free_all()
     emit("pre_forward", unit.fqn)
     state.stage = Stage.FORWARD
     state.to_run = {id(module)} if len(unit.members) == 1 else set(map(id, unit.modules))
@@ -167,7 +168,7 @@ def _end(unit: Unit, step: Step, output: Any) -> None:
         unit.reshard_after_forward(output)
         return
     if unit.in_order:
-        step.recomputed = ref(unit)
+        step.recomputed.append(ref(unit))
     step.expect_end_of_backward()
 
 

@@ -77,7 +77,7 @@ class Step:
         awaits_backward: the root's forward ran with gradients, and its backward has not begun yet.
         finishes: whether the running backward is the last of its step, where a feature decides it (otherwise the
             root's settings do). False: it leaves its gradients.
-        recomputed: in a backward, the unit whose forward a checkpoint recomputed last.
+        recomputed: units whose forward a checkpoint recomputed in this backward, and which were not resharded since.
         end: the callback for the end of the running backward; None if no backward runs. Only autograd's engine holds a
             strong reference, so this one is dead if backward raised.
     """
@@ -96,7 +96,7 @@ class Step:
         self.notes: dict[str, Any] = {}
         self.awaits_backward = False
         self.finishes: bool | None = None
-        self.recomputed: ref[Unit] | None = None
+        self.recomputed: list[ref[Unit]] = []
         self.end: ref[Callable[[], None]] | None = None
 
     @property
@@ -197,7 +197,7 @@ class Step:
     def end_backward(self) -> None:
         """The backward pass is over: finish all units. The last backward of a step also waits for all reductions."""
         with profiler_range("FSDP::root_post_backward_callback"):
-            self.recomputed = None
+            self.recomputed = []
             root = self.units[0]
             self.finish_units()
             if self.is_last_backward:
@@ -230,7 +230,7 @@ class Step:
         for hook in self.hooks.on_reset:
             hook()
         self.reductions.abandon_all()
-        self.order, self.notes, self.end, self.recomputed = None, {}, None, None
+        self.order, self.notes, self.end, self.recomputed = None, {}, None, []
         self.finishes, self.awaits_backward = None, False
         for unit in self.units:
             unit.reset()

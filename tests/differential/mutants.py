@@ -53,10 +53,7 @@ MISSED = (
     Mutant(
         "forward-in-part",  # a list of modules of which the forward ran some, then a backward
         "runtime.unit",
-        (
-            ("self._to_run.clear()\n            self._reshard_after_forward()", "self._reshard_after_forward()"),
-            ("self._to_run.clear()\n\n    def reset", "\n    def reset"),
-        ),
+        (("            self.state.to_run.clear()\n            self.reshard_after", "            self.reshard_after"),),
     ),
 )
 
@@ -103,7 +100,7 @@ MISSED_BEFORE = (
     Mutant(
         "torch-func-unhooked",
         "runtime.autograd",
-        (("    if has_levels():\n", "    if False:\n"),),
+        (('return hooks.implementation(hooks.levels, "begin", "torch.func")(callback, output)', "pass"),),
     ),
     Mutant(
         "false-order-error",
@@ -112,13 +109,8 @@ MISSED_BEFORE = (
     ),
     Mutant(
         "call-within-itself",
-        "runtime.unit",
-        (
-            (
-                "self.stage is Stage.FORWARD and len(self._modules) == 1 and is_within_itself(module)",
-                "False",
-            ),
-        ),
+        "runtime.forward",
+        (("is_nested = bool(state.calls)", "is_nested = False"),),
     ),
 )
 
