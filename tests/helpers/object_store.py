@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,8 +59,9 @@ class Bucket(AbstractFileSystem):
                 name = unquote(file.name)
                 if name.startswith(prefix) and not file.name.startswith("."):
                     child, _, deeper = name[len(prefix) :].partition("/")
-                    kind = {"type": "directory", "size": 0} if deeper else self.info_of(file)
-                    found[child] = {"name": f"{bucket}/{prefix}{child}", **kind}
+                    with suppress(FileNotFoundError):  # another process deletes it: a listing of S3 does not fail then
+                        kind = {"type": "directory", "size": 0} if deeper else self.info_of(file)
+                        found[child] = {"name": f"{bucket}/{prefix}{child}", **kind}
             if not found and self.place(path).exists():
                 found[path] = {"name": path, **self.info_of(self.place(path))}
             if not found:
