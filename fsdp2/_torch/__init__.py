@@ -8,7 +8,7 @@ each, `shared` those of several; a torch upgrade touches this folder only. Check
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
@@ -26,8 +26,6 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-
-from fsdp2.nothing import NOTHING
 
 
 def make_spec(
@@ -107,8 +105,8 @@ local_of: Callable[[torch.Tensor | None], torch.Tensor] = attrgetter("_local_ten
 spec_of: Callable[[torch.Tensor | None], DTensorSpec] = attrgetter("_spec")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")  # what it is a view of
 version: Callable[[torch.Tensor], int] = attrgetter("_version")  # how often autograd saw it change in place
-_storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = methodcaller("untyped_storage")
-_storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+# Which storage a tensor has: another after ``tensor.data = ...``, which leaves a DTensor's local tensor as it was.
+storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 # Where a module's parameters live; `setattr` costs ten times as much.
 parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 
@@ -157,23 +155,6 @@ transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_a
 outside_transforms: Callable[[], AbstractContextManager[object]] = torch._C._DisableFuncTorch
 
 
-class _NoGrad:
-    """`torch.no_grad()` around a block in which gradients are on: one Python call instead of six."""
-
-    __enter__ = staticmethod(partial(torch._C._set_grad_enabled, False))
-
-    def __exit__(self, *_error: object) -> None:
-        torch._C._set_grad_enabled(True)
-
-
-_no_grad: Any = _NoGrad()
-
-
-def without_grad() -> AbstractContextManager[object]:
-    """`torch.no_grad()` if it has an effect; in backward it usually has none."""
-    return _no_grad if torch.is_grad_enabled() else NOTHING
-
-
 # Whether a profiler of this process records: `record_function` costs microseconds even if none does.
 profiler_is_on: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled")
 
@@ -200,11 +181,6 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     new._backward_hooks = old._backward_hooks
     if hooks := hooks_of(old):
         new._post_accumulate_grad_hooks = hooks
-
-
-def storages_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Which storages they have: others after ``tensor.data = ...``, which leaves a DTensor's local tensor as it was."""
-    return list(map(_storage_id, map(_storage_of, tensors)))
 
 
 def is_replicated(module: nn.Module) -> bool:

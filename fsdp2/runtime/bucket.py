@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from fsdp2._torch import outside_transforms, profiler_is_on, version, without_grad
+from fsdp2._torch import outside_transforms, profiler_is_on, version
 from fsdp2.errors import CollectiveError
 from fsdp2.events import emit, profiler_range
 from fsdp2.layout import Lane
@@ -108,7 +108,7 @@ class Bucket:
             is_free = self.phase is Phase.SHARDED and kept is None and (source is None or not source.follows_compute)
             used = None if is_free else streams.record()
             named = profiler_range("FSDP::all_gather", self.channel.fqn) if profiler_is_on() else NOTHING
-            with named, without_grad(), streams.gathering():
+            with named, streams.gathering():
                 # Unsharded storage and the packed buffer are allocated, filled and freed on this stream. The compute
                 # stream reads the unsharded storage after waiting for the event recorded below; `memory` keeps it until
                 # this stream has waited for the end of that use. The packed buffer is only used on this stream.
@@ -147,7 +147,7 @@ class Bucket:
         assert under_way is not None
         try:
             named = profiler_range("FSDP::all_gather_copy_out", self.channel.fqn) if profiler_is_on() else NOTHING
-            with named, without_grad():
+            with named:
                 under_way()
             for index, tensor in self.seen.slots.replaced():  # they would be ignored
                 check_stand_in(self.params[index], tensor)

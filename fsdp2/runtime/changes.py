@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import backward_is_running, local_of, local_tensor, storages_of, version
+from fsdp2._torch import backward_is_running, local_of, local_tensor, storage_id, version
 from fsdp2.carving import place_of
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime import hooks
@@ -53,7 +53,7 @@ class Seen:
         addresses of shards that lie end to end (`share_memory_` moves one), and what requires gradients."""
         addresses = map(torch.Tensor.data_ptr, self._carved)
         local_tensors = map(id, map(local_of, self._sharded))
-        return [*storages_of(self._sharded), *local_tensors, *addresses, *map(_requires_grad, self._sharded)]
+        return [*map(storage_id, self._sharded), *local_tensors, *addresses, *map(_requires_grad, self._sharded)]
 
     def now(self) -> list[int]:
         """The versions of now."""
@@ -70,7 +70,7 @@ class Seen:
     def warn_of_assigned_data(self) -> None:
         """Warn after ``param.data = ...``, which changes nothing that a gather reads. (No error: transformers pads
         biases in this way, mostly by nothing.)"""
-        pairs = zip(self._params, storages_of(self._sharded), self.known, strict=False)
+        pairs = zip(self._params, map(storage_id, self._sharded), self.known, strict=False)
         fqn = next((param.fqn for param, new, before in pairs if new != before), None)
         if fqn is not None and not self.is_converted():
             warn(

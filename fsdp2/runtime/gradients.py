@@ -74,7 +74,7 @@ class Gradients:
         self.were_taken = False
         self._missing: set[int] = set()  # trainable parameters that got no gradient since the last were taken
         self._backward: int | None = None
-        self._had_grads = False  # before this backward
+        self._had_grads = False  # the last backward left gradients
         self._hooks: dict[int, RemovableHandle] = {}
         # By which gradients and which partial ones there are, and the sharded parameters' `grad_dtype`.
         self._plans: dict[_Key, list[ReductionPlan]] = {}
@@ -134,17 +134,16 @@ class Gradients:
 
     def begin_backward(self) -> None:
         """The unit's backward begins, in the current backward pass."""
-        if self._backward is None:
-            self._had_grads = any(map(_is_there, map(grad_of, self.unsharded)))
         self._backward = running_backward()
         self.keep_hooks_last()
 
     def end_backward(self) -> None:
         """The whole backward is over."""
-        if None in map(_grad_dtype, map(sharded_of, self._params)):  # may have any dtype; others will be added to them
+        self._had_grads = not self.were_taken and any(map(_is_there, map(grad_of, self.unsharded)))
+        if self._had_grads:
             for param, unsharded in zip(self._params, self.unsharded, strict=bool(self.unsharded)):
                 if param.sharded.grad_dtype is None and unsharded.grad is not None:
-                    unsharded.grad = unsharded.grad.to(param.reduce_dtype)
+                    unsharded.grad = unsharded.grad.to(param.reduce_dtype)  # others will be added to it
         self._backward = None
         self.were_taken = False
         self._missing = set(compress(count(), self.trainable))
