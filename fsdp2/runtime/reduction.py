@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._torch import foreach_copy, foreach_divided, hooks_of, post_accumulate_grad_hooks, profiler_is_on
-from fsdp2.comm.base import Collective, Reported
+from fsdp2.comm.base import Bounds, Collective, Reported
 from fsdp2.comm.scaling import Scaling, scaling_for
 from fsdp2.errors import CollectiveError
 from fsdp2.events import profiler_range
@@ -116,13 +116,14 @@ class ReductionPlan:
         return self.collectives.setdefault((group, average, fqn), self._planned(group, average))
 
     def _planned(self, group: dist.ProcessGroup, average: bool) -> Collective:
-        comm, sizes = self.channel.comm, self.sizes[: self.num_grads]
+        kind, bounds = "reduce_scatter", list[Bounds]()
         packing: Packing | None = self.packing
-        bounds = [self.params[index].layout.flat_bounds for index, _ in self.direct]
-        kind = "reduce_scatter"
         if group is self.channel.roles.replicate_group:
-            comm, packing, sizes, bounds = self.channel.base, self.inner, self.sizes, []
+            comm, packing, sizes = self.channel.base, self.inner, self.sizes
             kind, sizes = ("all_reduce", sizes) if packing is None else (kind, [packing.segment])
+        else:
+            comm, sizes = self.channel.comm, self.sizes[: self.num_grads]
+            bounds += [self.params[index].layout.flat_bounds for index, _ in self.direct]
         what = self.channel.what(kind, group, sum(sizes), sum(sizes) * self.dtype.itemsize, self.dtype)
         if packing is None:
             return Reported(comm.plan_all_reduce(what, average), what)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_module
 
 from fsdp2 import (
     DataParallelMeshDims,
@@ -76,7 +76,8 @@ def test_mesh_in_another_order_than_its_groups(rank: int, world_size: int, by_na
     mesh = DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]]), mesh_dim_names=("a", "b"))
     options = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="a")} if by_name else {"mesh": mesh["a"]}
     ranks = [rank % 2, rank % 2 + 2]
-    text = error_of(UnsupportedError, lambda: fully_shard(nn.Linear(2, 2), **options))
+    module = distribute_module(nn.Linear(2, 2), mesh) if by_name else nn.Linear(2, 2)
+    text = error_of(UnsupportedError, lambda: fully_shard(module, **options))
     assert f"along an axis that shards the mesh has the ranks {ranks[::-1]} (of rank {rank})" in text
     assert f"have them sorted: {ranks}. Make the mesh with ascending ranks." in text
     if not by_name:

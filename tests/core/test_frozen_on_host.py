@@ -103,7 +103,7 @@ def test_trains_the_same_and_gathers_adapters_only(rank: int, world_size: int, o
             optimizer.step()
             optimizer.zero_grad()
     assert len(sizes[0]) == 9 and len(sizes[1]) == len(sizes[2]) == 6
-    assert max(sizes[1]) < BASE <= max(sizes[0])
+    assert sum(sizes[1]) < sum(sizes[0])
 
 
 @pytest.mark.parametrize("kind", ["hsdp", "smaller", "replicas", "stage2", "prefetch"])
