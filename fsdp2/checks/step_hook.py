@@ -61,11 +61,10 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
 
 
 def _count_changes(optimizer: torch.optim.Optimizer) -> None:
-    """Let the versions of DTensors say that they have changed. Operators on lists of tensors, which `foreach=True` and
-    `fused=True` use, do not (https://github.com/pytorch/pytorch/pull/197502); what was gathered before is known to be
-    old by them. The same on all ranks."""
-    groups = [group for group in optimizer.param_groups if group.get("foreach") or group.get("fused")]
-    params = [param for group in groups for param in group["params"]]
+    """Let the versions of DTensors say that they have changed. Operators on lists of tensors do not
+    (https://github.com/pytorch/pytorch/pull/197502); what was gathered before is known to be old by them. `foreach` and
+    `fused` use such operators, and on an accelerator so do optimizers that were not asked. The same on all ranks."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     torch.autograd.graph.increment_version([p for p in params if isinstance(p, DTensor) and p.grad is not None])
 
 

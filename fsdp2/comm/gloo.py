@@ -91,15 +91,15 @@ class Messages:
 
     def wait(self) -> None:
         """See `Pending`."""
-        self.is_waited_for = True
         for work in self.works:
             work.wait()
+        self.is_waited_for = True
         if self.finish is not None:
             self.finish()
 
     def __del__(self) -> None:
-        if not self.is_waited_for:
-            keep_unwaited(self.works, self.group)
+        if not self.is_waited_for:  # or not for all, after an error
+            keep_unwaited([work for work in self.works if not work.is_completed()], self.group)
 
 
 def _sizes(bounds: Bounds) -> list[int]:

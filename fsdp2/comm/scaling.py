@@ -1,6 +1,7 @@
 """Where the sum of gradients is divided: pure arithmetic (docs/behaviour.md, 124-131). Layer: comm.
 
-fp32 and bf16 sums are averaged by each collective in turn, unless the user gives a factor or forces sums. fp16
+fp32 and bf16 sums are averaged by each collective in turn, unless the user forces sums or gives a factor (of the shard
+axis' size only the reduce-scatter averages; with others the result is divided). fp16
 overflows at 65504, so values are divided by about the square root of the divisor before the sum and by the rest after
 it.
 """

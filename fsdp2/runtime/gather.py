@@ -135,7 +135,8 @@ class Gather:
         if self._packed is not None:
             if self._is_packed:
                 storage.alloc()
-            copy_lists(self._unpack_to, self._unpack_from)
+            if self._unpack_to:  # not of empty parameters
+                copy_lists(self._unpack_to, self._unpack_from)
             self._packed.resize_(0)
 
 

@@ -2,7 +2,8 @@
 
 The core calls the functions on these lists at fixed points of a step, in the order in which they were added, and knows
 none of them. A feature adds itself when its module is imported (`unit_made`, `root_made`), and to the lists of one root
-(`Hooks`) where it has something to do there. For a plain model all lists of a root are empty.
+(`Hooks`) where it has something to do there. What they cost a plain unit is counted
+(`tests/system/test_ratchets.py`): no call.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

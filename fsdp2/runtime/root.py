@@ -75,6 +75,8 @@ def become_root(root: Unit) -> Step:
     for unit in units:
         if unit.step is not None:
             unit.step.memory.free_all()
+            if unit is root:
+                step.post_optim_event = unit.step.post_optim_event
         unit.step = step
         if unit.settings.reshard_after_forward is None and unit is not root:
             unit.settings = replace(unit.settings, reshard_after_forward=True)

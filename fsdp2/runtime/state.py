@@ -8,8 +8,8 @@
     BACKWARD  --backward.post_backward-->  DONE       reshard, reduce what was not
     DONE      --end of backward-->         IDLE
 
-A forward inside backward is the recomputation of an activation checkpoint: it finds the parameters unsharded and leaves
-them unsharded. So does a forward nested in another forward of the same unit, because the outer one still needs them.
+A forward inside backward is the recomputation of an activation checkpoint. It leaves the parameters unsharded, for the
+backward that follows. So does a forward nested in another forward of the same unit: the outer one still needs them.
 """
 
 from enum import Enum

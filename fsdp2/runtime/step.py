@@ -13,7 +13,7 @@ Backward prefetches in the reverse of the order in which forward ran the units. 
 order in a `Pass`, and the backward hook of a unit keeps its position there. So the order is right even if a unit ran
 twice, two forwards share one backward, or a forward had no backward.
 
-After a backward that raised, everything but `reset` is an error.
+After a backward that raised, the next forward or backward is an error, until `reset`.
 """
 
 from collections.abc import Callable, Sequence

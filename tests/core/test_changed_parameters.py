@@ -42,7 +42,20 @@ STAYS: dict[str, dict[str, Any]] = {
 }
 
 
+class OnLists(torch.optim.Optimizer):
+    """Steps with an operator on a list of tensors, and has no `foreach` that says so, as torch's own on CUDA."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        torch._foreach_add_(params, [param.grad for param in params], alpha=-0.1)
+
+
 STEPS: dict[str, Any] = {
+    "on lists": OnLists,
     "loop": partial(torch.optim.SGD, lr=0.1),
     "foreach": partial(torch.optim.SGD, lr=0.1, foreach=True),
     "fused": partial(torch.optim.AdamW, lr=0.1, fused=True),

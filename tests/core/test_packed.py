@@ -108,3 +108,22 @@ def test_rare_integers(rank: int, world_size: int) -> None:
     for name, param in Table(*rare).named_parameters():
         assert model.get_parameter(name).dtype == param.dtype
         assert param.is_floating_point() or torch.equal(model.get_parameter(name), param)
+
+
+@on_ranks(2)
+def test_a_unit_of_empty_parameters(rank: int, world_size: int) -> None:
+    """Its gather has nothing to copy out of the packed buffer."""
+
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(0, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.weight.sum()
+
+    model = nn.Sequential(nn.Linear(4, 4), Empty())
+    fsdp2.fully_shard(model[1])
+    fsdp2.fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model[0].weight.grad is not None
