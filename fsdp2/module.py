@@ -86,7 +86,8 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         unit = unit_for(self)
         step = unit.ready_step()
         if step.order is None:
-            unit.drop_stale()
+            if not step.awaits_backward:  # which needs the values of its forward
+                unit.drop_stale()
             step.follow_compute()
         unit.unshard()
         if async_op:

@@ -144,7 +144,7 @@ def _follow_root(step: Step) -> None:
                 "outermost sharded module"
             )
     weak = ref(step)
-    step.hooks.before_forward.append(partial(_before_forward, weak))
+    step.hooks.before_forward.insert(0, partial(_before_forward, weak))
     step.hooks.backward_begins.append(partial(_backward_begins, weak))
     step.hooks.on_reset.insert(0, partial(_reset, weak))
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from fsdp2.errors import ArgumentError
 from fsdp2.module import FSDPModule
-from fsdp2.runtime.forward import entries, post_forward, pre_forward
+from fsdp2.runtime.forward import post_forward, pre_forward
+from fsdp2.runtime.state import entries
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

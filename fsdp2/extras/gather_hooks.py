@@ -31,7 +31,7 @@ from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.parameter import ManagedParameter, Plan
-from fsdp2.runtime.source import Shards, on_device
+from fsdp2.runtime.source import Shards
 from fsdp2.runtime.storage import FlatStorage
 
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -73,9 +73,10 @@ class HookedShards(Shards):
         for each in self._hooked.values():
             each.alloc_raw()
         sent = []
-        for param, flat in zip(group.params, on_device(group), strict=True):
+        for param, flat in zip(group.params, group.seen.flats, strict=True):
             hooked = self._hooked.get(param)
-            sent += [flat] if hooked is None else [each.view(-1) for each in hooked.sources()]
+            plain = [flat.to(group.roles.device, non_blocking=True)] if hooked is None else []
+            sent += plain if hooked is None else [each.view(-1) for each in hooked.sources()]
         return partial(self._finish, group, (self.gather or self._plan(group)).start(sent, False, self))
 
     def _plan(self, group: Bucket) -> Gather:

@@ -38,7 +38,7 @@ from fsdp2.runtime.geometry import Geometry
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.parameter import ManagedParameter, Plan
 from fsdp2.runtime.reduction import Reduction
-from fsdp2.runtime.sink import Sink, distributed
+from fsdp2.runtime.sink import HostSink, Sink, distributed
 from fsdp2.runtime.slot import Slot
 from fsdp2.runtime.state_dict import guard_state_dict, owner_of, owners_of
 from fsdp2.runtime.unit import Unit, unit_for, unit_of
@@ -289,6 +289,10 @@ class _TileSink(Sink):
         return complete
 
 
+class _HostTileSink(_TileSink, HostSink):
+    """The same for gradients that live on the host."""
+
+
 def _rows_for(tile: _TileParameter, local: torch.Tensor) -> torch.Tensor:
     """The rows for the tile's gradient `local` in the layer's, which is zeros if there was none."""
     whole = tile.of.param
@@ -434,7 +438,8 @@ def make_tiles(unit: Unit) -> None:
         for group, of_tile in zip(groups, tile_unit.groups, strict=True):
             of_tile.follow_settings(group)
             of_tile.changing = group.changing
-            of_tile.gradients.make_sink = _TileSink
+            plan = of_tile.params[0].plan
+            of_tile.gradients.make_sink = _TileSink if plan.grad_home == plan.roles.device else _HostTileSink
             group.tiles.append(of_tile)
         unit.followers.append(tile_unit)
         module.__class__ = swapped_class(kind)

@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 from fsdp2._torch import outside_transforms, profiler_is_on, version
-from fsdp2.errors import CollectiveError
+from fsdp2.errors import CollectiveError, OrderError
 from fsdp2.events import emit, profiler_range
 from fsdp2.layout import Lane
 from fsdp2.nothing import NOTHING
 from fsdp2.runtime import hooks
 from fsdp2.runtime.changes import Changes, Seen, check_stand_in
 from fsdp2.runtime.channel import Channel
-from fsdp2.runtime.gradients import Gradients
+from fsdp2.runtime.gradients import Gradients, needs_grad
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import SlotTable
 from fsdp2.runtime.source import Smaller, Source, source_of, wrapped
@@ -162,6 +162,8 @@ class Bucket:
         if not self.gradients.unsharded or self.smaller is not None:
             self.gradients.sync_trainable()
             self.changes.forget()
+        elif list(map(needs_grad, self.seen.sharded)) != self.gradients.trainable:
+            self.gradients.sync_trainable()
         self.seen.slots.put(self.gradients.unsharded)
 
     def abandon_gather(self) -> None:
@@ -262,8 +264,6 @@ class Bucket:
             else:
                 self.seen.warn_of_assigned_data()
                 self.seen = Seen(self.params)
-        if self.gradients.unsharded:
-            self.gradients.sync_trainable()
 
     @property
     def is_stale(self) -> bool:
@@ -302,7 +302,11 @@ class Bucket:
         return is_changed
 
     def _drop_unsharded(self) -> None:
-        """The next unshard creates the unsharded parameters again."""
+        """The next unshard creates the unsharded parameters again. A gradient of those that a graph still holds would
+        be lost, or enter the next step."""
+        for param in self.params:
+            if param.unsharded is not None and param.unsharded.requires_grad:
+                param.unsharded.register_post_accumulate_grad_hook(partial(_refuse_gradient, param.fqn))
         self.source = None
         self.conversions += 1
         self.changes.forget_use()
@@ -338,6 +342,13 @@ class Bucket:
         """With the sharded parameters, or replacements from a loader."""
         is_sharded = self.phase is Phase.SHARDED
         return [(param, param.held if is_sharded else param.sharded) for param in self.params]
+
+
+def _refuse_gradient(fqn: str, _param: torch.Tensor) -> None:
+    raise OrderError(
+        f"'{fqn}' was converted between forward and backward, so a gradient came for a parameter that is gone. "
+        "Run the backward before to(dtype), or the forward again after it."
+    )
 
 
 def _in_memory_order(params: Sequence[ManagedParameter], channel: Channel) -> list[ManagedParameter]:

@@ -5,7 +5,7 @@ place of unsharded ones, which have version counters of their own, that a gather
 """
 
 from collections.abc import Iterator, Sequence
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 from warnings import warn
 
@@ -22,13 +22,12 @@ from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import SlotTable
 
-_requires_grad = attrgetter("requires_grad")
-
 
 class Seen:
     """The sharded parameters of a group, as they were at the last look.
 
     Attributes:
+        sharded: they themselves.
         at_rest: what the modules hold while they are sharded.
         flats: this rank's rows of each, 1-D, without padding.
         versions: how often torch saw each change. Those of the DTensors: all ranks run the same DTensor operators,
@@ -39,38 +38,38 @@ class Seen:
 
     def __init__(self, params: Sequence[ManagedParameter]):
         self._params = params
-        self._sharded = [param.sharded for param in params]
+        self.sharded = [param.sharded for param in params]
         self.at_rest: list[nn.Parameter | None] = [param.at_rest for param in params]
         self.slots = SlotTable(params)
         self.flats = [param.flat[: param.geometry.local_numel] for param in params]
         self._carved = [flat for flat in self.flats if place_of(flat) is not None]
-        self._locals = list(map(local_of, self._sharded))  # kept alive, so that ids tell them apart
+        self._locals = list(map(local_of, self.sharded))  # kept alive, so that ids tell them apart
         self.known = self.look()
         self.versions = self.now()
 
     def look(self) -> list[Any]:
-        """What is `known` while nothing is moved, converted, assigned or frozen: the storages, the local tensors, the
-        addresses of shards that lie end to end (`share_memory_` moves one), and what requires gradients."""
+        """What is `known` while nothing is moved, converted or assigned: the storages, the local tensors, and the
+        addresses of shards that lie end to end (`share_memory_` moves one)."""
         addresses = map(torch.Tensor.data_ptr, self._carved)
-        local_tensors = map(id, map(local_of, self._sharded))
-        return [*map(storage_id, self._sharded), *local_tensors, *addresses, *map(_requires_grad, self._sharded)]
+        local_tensors = map(id, map(local_of, self.sharded))
+        return [*map(storage_id, self.sharded), *local_tensors, *addresses]
 
     def now(self) -> list[int]:
         """The versions of now."""
         try:
-            return list(map(version, self._sharded))
+            return list(map(version, self.sharded))
         except RuntimeError:  # made in inference mode: such tensors count no changes
             return []
 
     def is_converted(self) -> bool:
         """Whether a module that is no unit was converted by itself (`model.head.float()`): its parameters have other
         local tensors, and nobody has told the unit."""
-        return not all(map(is_, map(local_of, self._sharded), self._locals))
+        return not all(map(is_, map(local_of, self.sharded), self._locals))
 
     def warn_of_assigned_data(self) -> None:
         """Warn after ``param.data = ...``, which changes nothing that a gather reads. (No error: transformers pads
         biases in this way, mostly by nothing.)"""
-        pairs = zip(self._params, map(storage_id, self._sharded), self.known, strict=False)
+        pairs = zip(self._params, map(storage_id, self.sharded), self.known, strict=False)
         fqn = next((param.fqn for param, new, before in pairs if new != before), None)
         if fqn is not None and not self.is_converted():
             warn(

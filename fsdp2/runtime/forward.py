@@ -8,10 +8,8 @@
 Both are plain functions that find the unit through the module, so the hooks of a copied module use the copied unit.
 """
 
-import inspect
 import sys
 from functools import partial
-from types import CodeType
 from typing import Any
 from weakref import ref
 
@@ -24,7 +22,7 @@ from fsdp2.nothing import NOTHING
 from fsdp2.runtime.autograd import cast_floating, on_backward_begin, on_backward_end
 from fsdp2.runtime.backward import post_backward, pre_backward, pre_backward_again
 from fsdp2.runtime.root import become_root
-from fsdp2.runtime.state import Stage, State
+from fsdp2.runtime.state import Stage, State, is_running
 from fsdp2.runtime.step import Pass, Step
 from fsdp2.runtime.tree import map_tensors
 from fsdp2.runtime.unit import GATHERED, Unit, has_forward
@@ -45,8 +43,8 @@ def pre_forward(module: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args,
     """The forward pre-hook of a sharded module."""
     unit: Unit = module.__dict__["_fsdp2_unit"]
     state = unit.state
-    if state.calls and not _is_on_stack(module):
-        state.calls.clear()  # after a KeyboardInterrupt torch calls no hooks
+    if state.calls and not is_running(unit, 2):
+        state.calls.clear()
     is_nested = bool(state.calls)
     state.calls.append(sys.exception())
     step = unit.step
@@ -126,11 +124,12 @@ def _prefetch(unit: Unit, step: Step) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def post_forward(module: nn.Module, args: _Args, output: Any) -> Any:
-    """The forward hook of a sharded module. After a forward that raised, and only then, another exception is being
-    handled than when it began."""
+    """The forward hook of a sharded module. After a forward that raised, another exception is being handled than when
+    it began."""
     unit: Unit = module.__dict__["_fsdp2_unit"]
     step, state = unit.step, unit.state
-    if not state.calls or sys.exception() is not state.calls.pop():
+    before = state.calls.pop() if state.calls else None
+    if sys.exception() is not before:
         abandon_forward(unit)
         return output
     assert step is not None
@@ -192,17 +191,3 @@ def _hook_backward(unit: Unit, step: Step, output: Any) -> Any:
         position = order.record(unit)
     begin = partial(pre_backward, unit, order, position, unit.conversions())
     return on_backward_begin(begin, output, unit.state.first_node)
-
-
-# Functions that call the module `self`.
-entries: set[CodeType] = {nn.Module.__call__.__code__}
-
-
-def _is_on_stack(module: nn.Module) -> bool:
-    """Whether another call of `module` runs around the one that begins."""
-    calls = 0
-    frame = inspect.currentframe()
-    while frame is not None and calls < 2:
-        calls += frame.f_code in entries and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return calls == 2

@@ -28,7 +28,7 @@ from fsdp2.events import emit, follow_listeners, profiler_range
 from fsdp2.runtime.backward import finish_backward
 from fsdp2.runtime.hooks import Hooks
 from fsdp2.runtime.in_flight import InFlight
-from fsdp2.runtime.state import Stage
+from fsdp2.runtime.state import Stage, is_running
 from fsdp2.runtime.storage import ReleasedMemory
 from fsdp2.runtime.streams import streams_for
 
@@ -122,6 +122,8 @@ class Step:
         has_raised = root.state.stage is Stage.FORWARD
         for unit in self.units:
             if unit.state.stage is Stage.FORWARD:
+                if unit.state.calls and unit is not root and not is_running(unit, 1):
+                    unit.state.calls.clear()
                 unit.complete_forward()
             unit.begin_step(self.awaits_backward, has_raised)
         self.order = Pass()

@@ -214,3 +214,53 @@ def test_slice(rank: int, world_size: int) -> None:
     part(batch(0, rank)).sum().backward()
     expected = mean_gradients(plain[:2], world_size, lambda m, r: m(batch(0, r)).sum().backward())
     assert_gradients(part, expected)
+
+
+class Tower(nn.Module):
+    """Its merger is used within its forward, and is a member of the same unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.merger, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.merger(torch.tanh(self.inp(x)))))
+
+
+@on_ranks(2)
+def test_a_member_of_a_unit_that_is_called_within_another(rank: int, world_size: int) -> None:
+    plain = nn.Sequential(nn.Linear(8, 8), Tower(), nn.Linear(8, 8))
+    model: Any = copy.deepcopy(plain)
+    fsdp2.fully_shard([model[1], model[1].merger])
+    fsdp2.fully_shard(model)
+    for _ in range(2):
+        model.zero_grad()
+        one_batch(model, 0, rank)
+        assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: one_batch(m, 0, r)))
+
+
+@on_ranks(2)
+def test_a_step_after_an_interrupt(rank: int, world_size: int) -> None:
+    """torch calls no hooks after a KeyboardInterrupt: the next forward is no call within the one that is gone."""
+
+    class Interrupted(nn.Linear):
+        interrupts = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.interrupts:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    plain = nn.Sequential(nn.Linear(8, 8), Interrupted(8, 8), nn.Linear(8, 8))
+    model: Any = copy.deepcopy(plain)
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    fsdp2.fully_shard(model)
+    for _ in range(2):
+        Interrupted.interrupts = True
+        with pytest.raises(KeyboardInterrupt):
+            one_batch(model, 0, rank)
+        Interrupted.interrupts = False
+        model.zero_grad()
+        one_batch(model, 0, rank)
+        assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: one_batch(m, 0, r)))

@@ -234,3 +234,42 @@ def test_assigned_data(rank: int, world_size: int, to: str) -> None:
         weight.data = weight.detach() * 2 if to == "a DTensor" else torch.zeros(6, 4)
     with pytest.warns(UserWarning, match=r"weight': its \.data was assigned"):
         loss(model, rank)
+
+
+@on_ranks(2)
+def test_frozen_for_a_part_of_the_roots_forward(rank: int, world_size: int) -> None:
+    """As people do with the discriminator of a GAN. Its weights got the gradient of both uses."""
+
+    class Gan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gen, self.disc = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.disc.requires_grad_(False)
+            fooled = self.disc(self.gen(x)).sum()
+            self.disc.requires_grad_(True)
+            return fooled + self.disc(x * 3).sum()
+
+    plain, model = Gan(), Gan()
+    model.load_state_dict(plain.state_dict())
+    for module in (model.gen, model.disc, model):
+        fully_shard(module)
+    x = torch.ones(2, 4)
+    for each in (plain, model, model):
+        each.zero_grad()
+        each(x).backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert_close(other.grad.full_tensor(), one.grad)
+
+
+@on_ranks(2)
+def test_a_gradient_for_a_parameter_that_was_converted(rank: int, world_size: int) -> None:
+    """It entered the next step, silently."""
+    model: Any = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model)
+    model.unshard()
+    loss = model[0].weight.sum()
+    model.to(torch.bfloat16)
+    with pytest.raises(OrderError, match=r"'0\.weight' was converted between forward and backward"):
+        loss.backward()
