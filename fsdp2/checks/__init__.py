@@ -9,19 +9,32 @@
     left_out    trainable parameters that no unit manages
     replicas    replicas that start from different parameters
     unreduced   a step, clip or `zero_grad` while gradients wait to be reduced
+    weights     weights that several modules hold
     whole_loads whole tensors that are loaded into sharded parameters
     step_hook   where optimizers are checked, before they step
 
 Importing this package plugs them into the hooks of the runtime, which knows none of them.
 """
 
-from fsdp2.checks import captured, emptied, left_out, meshes, names, replicas, step_hook, unreduced, whole_loads
+from fsdp2.checks import (
+    captured,
+    emptied,
+    left_out,
+    meshes,
+    names,
+    replicas,
+    step_hook,
+    unreduced,
+    weights,
+    whole_loads,
+)
 from fsdp2.runtime import hooks
 
 hooks.units_drafted += [names.check_drafts, meshes.check_meshes]
 hooks.params_ignored.append(left_out.note_ignored)
 hooks.param_sharded.append(replicas.note_sample)
 hooks.unit_made += [step_hook.install_step_hooks, whole_loads.watch_loads]
+hooks.units_named.append(weights.check_weights)
 hooks.root_made += [
     captured.watch_root,
     replicas.check_root,

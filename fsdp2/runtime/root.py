@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from fsdp2.errors import ArgumentError, OrderError
+from fsdp2.errors import OrderError
 from fsdp2.runtime import hooks
-from fsdp2.runtime.parameter import ManagedParameter, managed_by
+from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.step import Step
 from fsdp2.runtime.unit import Unit, unit_of
 
@@ -60,8 +60,8 @@ def become_root(root: Unit) -> Step:
         unit.rename(", ".join(fqns))
         for group in unit.groups:
             name_parameters(group.params, module_fqns)
-    check_tied(modules[0], [param for unit in units for param in unit.params])
-    check_borrowed(units)
+    for check in hooks.units_named:
+        check(units)
     for unit in units:
         for group in unit.groups:
             if not group.changing:
@@ -87,32 +87,9 @@ def _described(root: Unit | None) -> str:
     return "which is gone" if root is None else f"this {' '.join(type(each).__name__ for each in root.modules)}"
 
 
-def check_borrowed(units: Sequence[Unit]) -> None:
-    """Raise if a unit holds a weight of a unit with another root, because two roots have separate backwards."""
-    owned = {id(group) for unit in units for group in unit.groups}
-    for unit in units:
-        for group in unit.borrowed:
-            if id(group) not in owned:
-                raise ArgumentError(
-                    f"unit '{unit.name}' holds a weight that belongs to a unit outside of this root (one of "
-                    f"{[param.fqn for param in group.params]}). Call fully_shard on a module that contains both and "
-                    "run that one's forward, or give each model a weight of its own."
-                )
-
-
 def name_parameters(params: Sequence[ManagedParameter], module_fqns: Mapping[nn.Module, str]) -> None:
     """Set each parameter's FQN from that of the module that first holds it."""
     for param in params:
         slot = param.slots[0]
         prefix = module_fqns.get(slot.module, "") if slot.module is not None else ""
         param.fqn = f"{prefix}.{slot.name}" if prefix else slot.name
-
-
-def check_tied(root: nn.Module, params: Sequence[ManagedParameter]) -> None:
-    """Raise if one weight belongs to two groups, or is managed under one name only: training would update two
-    copies."""
-    advice = "Call fully_shard once on the list of the modules that share it: fully_shard([a, b])."
-    for fqn, plain in root.named_parameters():
-        managed = managed_by(plain)
-        if managed is not None and managed in params and managed.unsharded is not plain:
-            raise ArgumentError(f"'{fqn}' and '{managed.fqn}' are one weight; only the second is sharded. {advice}")
