@@ -76,8 +76,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gather: on the compute stream",
         BUCKET,
-        "with named, without_grad(), streams.gathering():",
-        "with named, without_grad():",
+        "with named, streams.gathering():",
+        "with named:",
         "plain",
         harmless="slower, but in the order of one stream",
     ),
