@@ -1,11 +1,6 @@
 """A unit in backward: what its hooks do. Layer: runtime, below the step.
 
-::
-
-    pre_backward      the gradient of an output is there: unshard, prefetch
-    gradients_ready   the last gradient of a group is there: reduce it
-    post_backward     backward has passed through all inputs: reshard, reduce what was not
-    finish_backward   the whole backward is over: reduce and reshard what is left
+The hook on an output's gradient, that on the last gradient of a group, the end of the unit's backward, and of all.
 """
 
 from typing import Any, TypeAlias

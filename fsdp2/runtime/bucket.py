@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from fsdp2._torch import outside_transforms, profiler_is_on, version
+from fsdp2._torch import local_of, outside_transforms, profiler_is_on, version
 from fsdp2.errors import CollectiveError, OrderError
 from fsdp2.events import emit, profiler_range
 from fsdp2.layout import Lane
@@ -97,6 +97,9 @@ class Bucket:
         if self.phase is Phase.GATHERING or self.phase is Phase.UNSHARDED:
             return
         emit("unshard", self.channel.fqn)
+        is_converted = self.phase is Phase.SHARDED and not self.changing
+        if is_converted and (is_converted := self.seen.ids != [*map(id, map(local_of, self.seen.sharded))]):
+            self._follow_shards(memory)  # since the step began
         source, kept = self.source, None
         if source is not None and source.kept is not None:
             kept, source.kept = source.kept, None
@@ -104,9 +107,9 @@ class Bucket:
             self._under_way = _nothing
         else:
             streams = memory.streams
-            # Compute may still use the copies on the smaller mesh, and memory that was kept.
+            # Compute may still use the copies on the smaller mesh, memory that was kept, and shards just converted.
             is_free = self.phase is Phase.SHARDED and kept is None and (source is None or not source.follows_compute)
-            used = None if is_free else streams.record()
+            used = None if is_free and not is_converted else streams.record()
             named = profiler_range("FSDP::all_gather", self.channel.fqn) if profiler_is_on() else NOTHING
             with named, streams.gathering():
                 # Unsharded storage and the packed buffer are allocated, filled and freed on this stream. The compute

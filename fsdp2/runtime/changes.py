@@ -30,6 +30,7 @@ class Seen:
         sharded: they themselves.
         at_rest: what the modules hold while they are sharded.
         flats: this rank's rows of each, 1-D, without padding.
+        ids: which their local tensors are.
         versions: how often torch saw each change. Those of the DTensors: all ranks run the same DTensor operators,
             while local tensors may change on some ranks only, and a gather that only some ranks issue would hang.
         known: what `look` found.
@@ -44,6 +45,7 @@ class Seen:
         self.flats = [param.flat[: param.geometry.local_numel] for param in params]
         self._carved = [flat for flat in self.flats if place_of(flat) is not None]
         self._locals = list(map(local_of, self.sharded))  # kept alive, so that ids tell them apart
+        self.ids = list(map(id, self._locals))
         self.known = self.look()
         self.versions = self.now()
 

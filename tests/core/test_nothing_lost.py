@@ -273,3 +273,22 @@ def test_a_gradient_for_a_parameter_that_was_converted(rank: int, world_size: in
     model.to(torch.bfloat16)
     with pytest.raises(OrderError, match=r"'0\.weight' was converted between forward and backward"):
         loss.backward()
+
+
+@on_ranks(2)
+def test_converted_within_the_roots_forward(rank: int, world_size: int) -> None:
+    """By a call of a module that is no unit, before its unit runs: one step ran in the dtype from before."""
+
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.block[0].double()
+            return self.block(x.double())
+
+    model: Any = Casts()
+    fully_shard(model.block)
+    fully_shard(model)
+    assert model(torch.ones(2, 4)).dtype is torch.float64
