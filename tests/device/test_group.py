@@ -11,12 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdp2._torch import (
-    all_gather_flat,
-    collective_of,
-    reduce_scatter_flat,
-    scatter_options,
-)
+from fsdp2._torch import collective_of, scatter_options
+from fsdp2._torch.extras import all_gather_flat, reduce_scatter_flat
 from tests.device.ranks import DEVICE, SEEDS, late, on_device_ranks
 
 SUM = dist.ReduceOp.SUM
