@@ -74,9 +74,10 @@ class HookedShards(Shards):
             each.alloc_raw()
         sent = []
         for param, flat in zip(group.params, group.seen.flats, strict=True):
-            hooked = self._hooked.get(param)
-            plain = [flat.to(group.roles.device, non_blocking=True)] if hooked is None else []
-            sent += plain if hooked is None else [each.view(-1) for each in hooked.sources()]
+            if (hooked := self._hooked.get(param)) is None:
+                sent.append(flat.to(group.roles.device, non_blocking=True))
+            else:
+                sent += [each.view(-1) for each in hooked.sources()]
         return partial(self._finish, group, (self.gather or self._plan(group)).start(sent, False, self))
 
     def _plan(self, group: Bucket) -> Gather:

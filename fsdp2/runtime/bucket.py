@@ -241,7 +241,7 @@ class Bucket:
     # --- between steps -----------------------------------------------------------------------------------------------
 
     def look(self, memory: ReleasedMemory) -> bool:
-        """Before a step: follow what was done to the parameters since the last one. Nothing asks within the step.
+        """Before a step: follow what was done to the parameters since the last one.
         Returns whether unsharded parameters are from before a change of the sharded ones.
 
         Raises:

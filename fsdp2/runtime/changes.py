@@ -1,6 +1,6 @@
 """What users do to parameters between steps. Layer: runtime, below the bucket.
 
-`Seen` knows how the sharded parameters were when a step began; within the step nobody asks. `Changes` finds changes in
+`Seen` knows how the sharded parameters were when a step began. `Changes` finds changes in
 place of unsharded ones, which have version counters of their own, that a gather does not touch.
 """
 

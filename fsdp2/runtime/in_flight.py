@@ -36,11 +36,6 @@ class InFlight:
                 if reduction.advance():
                     self._reductions.append(reduction)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether reductions are in flight."""
-        return bool(self._reductions)
-
     def fqns_of(self, params: set[int]) -> list[str]:
         """The units that have reductions in flight for parameters with these ids."""
         return [each.fqn for each in self._reductions if any(param.is_among(params) for param in each.params)]
