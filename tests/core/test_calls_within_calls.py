@@ -256,11 +256,15 @@ def test_a_step_after_an_interrupt(rank: int, world_size: int) -> None:
     for layer in model:
         fsdp2.fully_shard(layer)
     fsdp2.fully_shard(model)
+    params = [*plain.parameters(), *model.parameters()]  # as an optimizer holds them
     for _ in range(2):
         Interrupted.interrupts = True
         with pytest.raises(KeyboardInterrupt):
             one_batch(model, 0, rank)
         Interrupted.interrupts = False
+        with torch.no_grad():
+            for param in params:
+                param.mul_(0.5)
         model.zero_grad()
         one_batch(model, 0, rank)
         assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: one_batch(m, 0, r)))
