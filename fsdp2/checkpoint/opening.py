@@ -2,19 +2,21 @@
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+from contextlib import contextmanager, suppress
+from typing import NoReturn, TypeVar
 
 from fsdp2.checkpoint.formats.dcp import is_dcp, open_dcp
 from fsdp2.checkpoint.formats.huggingface import is_huggingface, open_huggingface
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
-from fsdp2.checkpoint.run.folders import find, id_at, is_whole, manifest_at
+from fsdp2.checkpoint.run.folders import TRIES, find, id_at, is_whole, manifest_at
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CheckpointError, MismatchError, ReplacedError, UnsupportedError
 
-__all__ = ["checkpoints_in", "is_checkpoint", "not_replaced", "open_catalog"]
+__all__ = ["is_checkpoint", "not_replaced", "open_catalog", "until_not_replaced"]
+
+T = TypeVar("T")
 
 DEEPSPEED_FILE = re.compile(r"zero_to_fp32\.py|.*_(model|optim)_states\.pt")
 
@@ -97,15 +99,9 @@ def is_checkpoint(storage: Storage, path: str) -> bool:
     return MANIFEST in storage.names(path) or any(is_there(storage, path) for is_there, _ in FOREIGN)
 
 
-def checkpoints_in(storage: Storage, path: str) -> list[str]:
-    """The folders in a folder that are checkpoints of any format, sorted by the numbers in their names."""
-    found = []
-    for name in storage.names(path):
-        folder = storage.join(path, name)
-        if not name.startswith(".") and storage.kind(folder) == "folder" and is_checkpoint(storage, folder):
-            found.append((name, folder))
-    return [folder for _, folder in sorted(found, key=lambda each: (_numbers(each[0]), each[0]))]
-
-
-def _numbers(name: str) -> list[int]:
-    return [int(digits) for digits in re.findall(r"[0-9]{1,18}", name)]
+def until_not_replaced(read: Callable[[], T]) -> T:
+    """What `read` returns, which is called again if what it reads is replaced meanwhile."""
+    for _ in range(TRIES - 1):
+        with suppress(ReplacedError):
+            return read()
+    return read()

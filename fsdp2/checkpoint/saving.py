@@ -15,11 +15,9 @@ A folder is a checkpoint if it has a manifest, and it gets one when everything i
 
 import operator
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from math import isfinite
+from dataclasses import asdict, dataclass
 from typing import Any, SupportsIndex
 
 import torch
@@ -40,7 +38,7 @@ from fsdp2.checkpoint.io.planned_files import (
     owned_pieces,
     rank_file,
 )
-from fsdp2.checkpoint.io.writing import write_files
+from fsdp2.checkpoint.io.writing import write_file
 from fsdp2.checkpoint.ranks.agreement import Agreement, world_of
 from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.run.background import SaveHandle, in_flight, stage
@@ -59,26 +57,9 @@ from fsdp2.placement.hooks import registered
 from fsdp2.placement.tiling import Tiling, spread_replicas
 from fsdp2.watch.current import current
 
-__all__ = ["Saved", "save"]
+__all__ = ["save"]
 
 SAMPLE = 512  # elements at each end of a tensor that are compared between copies
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What a completed save cost on this rank.
-
-    Attributes:
-        nbytes: bytes of the tensors' values that this rank wrote, without headers and manifest. What several ranks
-            have is counted only on the one that wrote it, so these numbers add up to what the checkpoint holds.
-        seconds: from the call until the checkpoint was complete and durable.
-        blocked_seconds: how long of that the caller was blocked: with ``async_op=True`` until `save` returned.
-    """
-
-    folder: str
-    nbytes: int
-    seconds: float
-    blocked_seconds: float
 
 
 @dataclass(frozen=True)
@@ -89,16 +70,8 @@ class SaveOptions:
     max_file_bytes: int
     overwrite: bool
     timeout_s: float
-    about: Mapping[str, Any]
-    on_saved: Callable[[Saved], object] | None
 
     def __post_init__(self) -> None:
-        for name, value in self.about.items():
-            allowed = type(value) in (str, int, bool) or (type(value) is float and isfinite(value))
-            if type(name) is not str or not allowed:
-                raise ArgumentError(
-                    f"save: about= takes texts and finite numbers by name, got {value!r:.80} under {name!r:.80}"
-                )
         if self.max_file_bytes <= 0 or self.timeout_s <= 0:
             raise ArgumentError(f"save: max_file_bytes and timeout_s are positive, got {self}")
 
@@ -116,8 +89,6 @@ def save(
     max_file_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     timeout_s: float = 600.0,
-    about: Mapping[str, Any] | None = None,
-    on_saved: Callable[[Saved], object] | None = None,
 ) -> SaveHandle:
     """Save a checkpoint. Every rank of the group must call this, and writes its own part; no collective is issued.
 
@@ -142,9 +113,6 @@ def save(
         max_file_bytes: how large each of these may be.
         overwrite: replace a checkpoint of that name once the new one is complete. Its folder may hold nothing else.
         timeout_s: how long to wait for the other ranks.
-        about: texts and numbers by name (a commit, a run id), equal on all ranks, which `describe` shows.
-        on_saved: called on every rank with a `Saved` once the checkpoint is complete, on the thread that wrote; if it
-            raises, the save raises.
 
     Returns:
         A handle with ``wait()``, which returns when the save is complete, and ``folder``.
@@ -160,9 +128,7 @@ def save(
         fsdp2.checkpoint.save("runs/a", model=model, optimizer=optimizer, step=1000,
                               extra={"loader": loader, "random": fsdp2.checkpoint.RandomState()})
     """
-    began = time.perf_counter()
-    # A copy of `about`, since the caller may change it while the save is in the background.
-    options = SaveOptions(consolidated, max_file_bytes, overwrite, timeout_s, dict(about or {}), on_saved)
+    options = SaveOptions(consolidated, max_file_bytes, overwrite, timeout_s)
     if isinstance(model, nn.Module):
         registered.models.warn_in_save(model)
     world = world_of(process_group)
@@ -181,16 +147,7 @@ def save(
     except BaseException as error:
         agreement.abandon(error)
         raise
-
-    returned = time.perf_counter()
-
-    def run() -> None:
-        nbytes = write()
-        if options.on_saved is not None:
-            end = time.perf_counter()
-            options.on_saved(Saved(path, nbytes, end - began, (returned if async_op else end) - began))
-
-    return in_flight.start(path, run, async_op, agreement.abandon)
+    return in_flight.start(path, write, async_op, agreement.abandon)
 
 
 def _as_int(step: SupportsIndex) -> int:
@@ -238,9 +195,8 @@ class _Job:
         optimizer: Optimizers | None,
         extra: Mapping[str, Any],
         staged: bool,
-    ) -> Callable[[], int]:
-        """Plan everything. Returns a function that writes and commits on any thread, and returns the bytes of values
-        that this rank wrote."""
+    ) -> Callable[[], None]:
+        """Plan everything. Returns a function that writes and commits on any thread."""
         world = self.world
         for name, value, kinds in (
             ("model", model, (nn.Module, Mapping)),
@@ -310,8 +266,8 @@ class _Job:
         pieces: Mapping[str, list[Piece]],
         shares: list[ExtraShare],
         homes: Homes,
-    ) -> int:
-        """Write, report, and commit if all others have reported. Returns the bytes of values that this rank wrote."""
+    ) -> None:
+        """Write, report, and commit if all others have reported."""
         storage, agreement, rank = self.storage, self.agreement, self.world.rank
         work = work_folder(storage, self.path, nonce)
         records = Records(storage, work, nonce, agreement)
@@ -321,7 +277,7 @@ class _Job:
             storage.make_folder(work)
             planned = self._files({"id": nonce, "rank": rank, "world": self.world.size}, pieces, shares, homes)
             with own_folder(storage, work, self.path):
-                written = write_files(storage, work, planned)
+                written = [write_file(storage, work, file) for file in planned]
                 records.put(rank, self._record(about, written, shares, homes, records))
             if agreement.report():
                 commit(storage, work, self.path, nonce, homes, agreement, records, self.world.size)
@@ -334,9 +290,6 @@ class _Job:
                 self._discard(work, [*(file.name for file in planned), *records.written])
             if not counts or is_told or not isinstance(error, CheckpointError):
                 raise
-        # Only now is it known which rank has written extra state that several have.
-        own = (*pieces.values(), *(share.pieces for share in shares if share.mine))
-        return sum(piece.nbytes for some in own for piece in some)
 
     def _discard(self, work: str, names: list[str]) -> None:
         """Delete the files of a failed save: the disk may be full."""
@@ -369,7 +322,7 @@ class _Job:
     ) -> dict[str, Any]:
         """What this rank tells the one that commits; see `committing.py`."""
         return {
-            "options": {"step": self.step, "world": self.world.size, **asdict(replace(self.options, on_saved=None))},
+            "options": {"step": self.step, "world": self.world.size, **asdict(self.options)},
             "homes": digest_of(homes),
             "table": records.share(about["table"]),
             "copies": about["copies"],

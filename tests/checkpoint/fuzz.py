@@ -331,7 +331,7 @@ def guarded(root: Path) -> Iterator[None]:
 
 TOOLS: list[Callable[[Path, Path], Any]] = [
     lambda folder, sound: checkpoint.describe(folder),
-    lambda folder, sound: checkpoint.find_damage(folder),
+    lambda folder, sound: checkpoint.verify(folder),
 ]
 
 

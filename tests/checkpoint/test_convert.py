@@ -20,8 +20,10 @@ from torch.distributed.tensor import Shard
 
 import fsdp2.checkpoint as fc
 from fsdp2 import CheckpointError
+from fsdp2.checkpoint.io.writing import write_file
 from fsdp2.checkpoint.run import committing
 from fsdp2.checkpoint.schema.dtypes import DTYPES
+from fsdp2.checkpoint.tools import converting
 from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import describe
 from fsdp2.checkpoint.tools.inspection import verify
@@ -291,12 +293,14 @@ def test_damaged_source_leaves_nothing(old: Path, tmp_path: Path) -> None:
     assert (tmp_path / "new" / "checkpoint.json").exists()
 
 
-def test_interruption_leaves_nothing(old: Path, tmp_path: Path) -> None:
-    def interrupt(done: int, total: int) -> None:
+def test_interruption_leaves_nothing(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> None:
+        write_file(*args)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(converting, "write_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        convert(old, tmp_path / "new", progress=interrupt)
+        convert(old, tmp_path / "new")
     assert os.listdir(tmp_path) == ["old"]
 
 
@@ -309,7 +313,7 @@ def test_what_was_there_stays_until_the_new_one_is_complete(old: Path, tmp_path:
     flip(old / "model-rank-00000-of-00001.safetensors", 1_500_000)
     with pytest.raises(CorruptError):
         convert(old, tmp_path / "new", overwrite=True)
-    assert verify(tmp_path / "new").ok
+    verify(tmp_path / "new")
     assert sorted(os.listdir(tmp_path)) == ["new", "old"]
 
 
@@ -353,8 +357,9 @@ def run(code: str, *args: object) -> subprocess.CompletedProcess[str]:
 
 KILLED = """
 import os, signal, sys
-from fsdp2.checkpoint.tools.converting import convert
-convert(sys.argv[1], sys.argv[2], world=2, progress=lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
+from fsdp2.checkpoint.tools import converting
+converting.put_in_place = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+converting.convert(sys.argv[1], sys.argv[2])
 """
 
 

@@ -136,8 +136,7 @@ def test_torch_file_with_something_else(tmp_path: Path) -> None:
     for load in (checkpoint.load, checkpoint.load_from_rank):
         assert len(load(tmp_path, model=model, strict=False).unexpected) == 2
     assert torch.equal(model[0].weight, STATE["0.weight"])
-    report = checkpoint.find_damage(tmp_path)
-    assert report.ok and report.left_out.keys() == {"model 'config'", "model 'z'"}
+    assert checkpoint.verify(tmp_path).left_out.keys() == {"model 'config'", "model 'z'"}
 
 
 @pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "..", "a/b.safetensors", "", None, 3, ["x"]])
@@ -199,7 +198,7 @@ def test_a_dtype_that_torch_does_not_have(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, model=model)
     checkpoint.load(tmp_path, model=model, strict=False)
     assert model["b"].tolist() == [1.0] * 3 and model["c"].tolist() == [1, 2]
-    assert checkpoint.find_damage(tmp_path).ok
+    checkpoint.verify(tmp_path)
 
 
 def test_what_the_index_does_not_list(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def saved_at(root: Path, times: dict[int, int]) -> None:
 # --- what stays -------------------------------------------------------------------------------------------------------
 
 
-def test_a_flipped_bit_in_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flipped_bit_in_the_newest(tmp_path: Path) -> None:
     """The sound ones were deleted for it. It shows only when all is read."""
     for step in (1, 2, 3):
         save(tmp_path, step)
@@ -61,7 +61,7 @@ def test_a_flipped_bit_in_the_newest(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert checkpoint.latest(tmp_path, valid=checkpoint.verify) == str(tmp_path / "step-00000002")
     save(tmp_path, 4)
     for arguments, there in ((["--keep", "2", "--verify"], [2, 3, 4]), (["--keep", "1", "--verify"], [4])):
-        assert main(["prune", str(tmp_path), "--json", *arguments]) == 0
+        assert main(["prune", str(tmp_path), *arguments]) == 0
         assert steps(tmp_path) == there
 
 

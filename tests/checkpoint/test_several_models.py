@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 from fsdp2 import ArgumentError, MismatchError, checkpoint, fully_shard
-from fsdp2.checkpoint import saving
 from tests.helpers.parity_models import full
 from tests.helpers.ranks import on_ranks
 
@@ -111,55 +109,6 @@ def test_two_models(rank: int, world_size: int, tmp_path: Path) -> None:
         assert torch.equal(step(models[name], [optimizers[name]], 2), step(others[name], [its[name]], 2))
         for one, other in zip(models[name].parameters(), others[name].parameters(), strict=True):
             assert torch.equal(full(one), full(other))
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("async_op", [False, True])
-def test_what_a_save_costs_and_says(rank: int, world_size: int, async_op: bool, tmp_path: Path) -> None:
-    """Commit and run are shown by `describe`, and stay in a conversion; the callback has what a dashboard wants."""
-    costs: list[checkpoint.Saved] = []
-    about = {"commit": "c0ffee", "run": 7}
-    values = {"a": torch.ones(1000)}
-    handle = checkpoint.save(
-        tmp_path / "a",
-        model=values,
-        extra={"b": torch.ones(10 + rank)},
-        async_op=async_op,
-        about=about,
-        on_saved=costs.append,
-    )
-    handle.wait()
-    [cost] = costs
-    assert cost.folder == handle.folder
-    assert cost.nbytes == (4000 if rank == 0 else 0) + 4 * (10 + rank)
-    assert cost.seconds >= cost.blocked_seconds > 0 and (async_op or cost.seconds == cost.blocked_seconds)
-    assert checkpoint.describe(tmp_path / "a").about == about
-    if rank == 0:
-        checkpoint.convert(tmp_path / "a", tmp_path / "b")
-        assert checkpoint.describe(tmp_path / "b").about == about
-    for number in (float("inf"), -float("inf"), float("nan")):  # JSON has none: it failed when everything was written
-        with pytest.raises(ArgumentError, match=r"about= takes texts and finite numbers"):
-            checkpoint.save(tmp_path / "c", model=values, about={"loss": number})
-    with pytest.raises(ArgumentError, match=r"about= takes texts and finite numbers"):
-        checkpoint.save(tmp_path / "c", model=values, about={"config": {"lr": 1}})
-
-
-def test_about_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer that keeps one dict and writes the loss of each step into it: a save in the background took the one of
-    a later step."""
-    go_on, real = threading.Event(), saving.write_files
-
-    def late(*args: Any) -> Any:
-        assert go_on.wait(60)
-        return real(*args)
-
-    monkeypatch.setattr(saving, "write_files", late)
-    about: dict[str, Any] = {"loss": 1.0}
-    handle = checkpoint.save(tmp_path / "a", model={"a": torch.ones(2)}, async_op=True, about=about)
-    about["loss"] = 0.5
-    go_on.set()
-    handle.wait()
-    assert checkpoint.describe(tmp_path / "a").about == {"loss": 1.0}
 
 
 def test_what_is_no_optimizer(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ The reader of each format returns a `Catalog`: `native.py`, `huggingface.py`, `d
 load_from_rank, verify, describe, convert) works on catalogs, and gets values through `Catalog.read`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -115,20 +115,14 @@ class Catalog:
         cover.check(f"{self.path}: {section} '{name}'")
         return [piece for piece, _ in met]
 
-    def read(
-        self,
-        parts: Iterable[Part],
-        verify: bool = True,
-        progress: Callable[[int], None] = lambda nbytes: None,
-        num_threads: int = THREADS,
-    ) -> None:
+    def read(self, parts: Iterable[Part], verify: bool = True, num_threads: int = THREADS) -> None:
         """Fill all parts, once it is known that the files hold all of them; see `covering` and `read_all`."""
         requests = [
             Request(part.what or part.name, part.out, part.box, piece)
             for part in parts
             for piece in self.covering(part.section, part.name, part.box)
         ]
-        read_all(self.opened, requests, verify, progress, num_threads)
+        read_all(self.opened, requests, verify, num_threads)
 
     def add(self, section: str, name: str, info: StoredTensorInfo, pieces: Iterable[StoredPiece]) -> None:
         """Add a tensor to the table, or more pieces of one; `CorruptError` for an invalid name."""

@@ -5,7 +5,7 @@ A part that is contiguous both in the file and in the tensor is read directly in
 another dtype, an accelerator, the partial blocks at the ends) goes through the buffer of the thread.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock, local
@@ -52,28 +52,22 @@ def read_all(
     files: "OpenFiles",
     requests: Sequence[Request],
     verify: bool = True,
-    progress: Callable[[int], None] = lambda nbytes: None,
     num_threads: int = THREADS,
 ) -> None:
     """Fill all targets.
 
     Args:
         verify: check all blocks that are read.
-        progress: is called with the number of bytes that were just filled, from several threads.
         num_threads: 0 reads in the calling thread, for callers that have their own threads.
 
     Raises:
             CorruptError: the checksum of a block is wrong; the message names file, tensor and bytes.
     """
-
-    def run(lot: _Lot) -> None:
-        progress(lot.run(files))
-
     lots = _lots(requests, verify)
     if num_threads:
-        run_all(run, lots, num_threads, "fsdp2-read")
+        run_all(lambda lot: lot.run(files), lots, num_threads, "fsdp2-read")
     for lot in () if num_threads else lots:
-        run(lot)
+        lot.run(files)
 
 
 @uncollected()
@@ -234,10 +228,11 @@ class _Lot:
     path: str
     tasks: list["_Task"]
 
-    def run(self, files: OpenFiles) -> int:
-        """Run all. Returns the number of bytes that were filled."""
+    def run(self, files: OpenFiles) -> None:
+        """Run all."""
         with files.use(self.path) as reader:
-            return sum(task.run(reader, files.buffers) for task in self.tasks)
+            for task in self.tasks:
+                task.run(reader, files.buffers)
 
 
 @dataclass(slots=True)
@@ -266,11 +261,11 @@ class _Task:
     def nbytes(self) -> int:
         return self.last - self.first
 
-    def run(self, reader: Reader, buffers: _Buffers) -> int:
-        """Read. Returns the number of bytes that were filled."""
+    def run(self, reader: Reader, buffers: _Buffers) -> None:
+        """Read."""
         if self.into is not None:
             self._read_into(self.into, reader, buffers)
-            return self.nbytes
+            return
         assert self.box is not None
         target, piece = self.request.target, self.source.piece
         if target.device.index is not None:  # a thread begins with the first device, and events make a context there
@@ -284,7 +279,6 @@ class _Task:
         # On an accelerator the last copy may still be running on this thread's stream (a target with gaps, another
         # dtype). The calling thread does not know that stream, and the buffer is reused next.
         wait_for({target.device})
-        return self.box.numel * target.element_size()
 
     def _read_into(self, into: memoryview, reader: Reader, buffers: _Buffers) -> None:
         """Read whole blocks directly into place, and partial blocks at the ends through the buffer."""

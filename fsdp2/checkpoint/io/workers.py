@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["Meter", "Progress", "run_all"]
+__all__ = ["run_all"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -66,37 +66,6 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], num_threads: 
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(results))]
-
-
-# Called with the number of bytes done and the total, one call at a time.
-Progress = Callable[[int, int], None]
-
-
-class Meter:
-    """Adds up what threads have done, for a progress bar.
-
-    Args:
-        total: the total number of bytes.
-        progress: the callback; None for none.
-    """
-
-    def __init__(self, total: int, progress: Progress | None):
-        self._total = total
-        self._progress = progress
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        """Add to the number of bytes done."""
-        if self._progress is None:
-            return
-        with self._lock:
-            self._done += nbytes
-            self._progress(min(self._done, self._total), self._total)
-
-    def finish(self) -> None:
-        """Report that everything is done."""
-        self.add(self._total)
 
 
 _pool_of_process: int | None = None

@@ -5,7 +5,7 @@ storage without renames needs the checksums first, so there the values are read 
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fsdp2.checkpoint.io.pieces import runs_within
@@ -17,30 +17,18 @@ from fsdp2.checkpoint.storage.base import Storage, Writer
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.placement.box import Box
 
-__all__ = ["write_files"]
+__all__ = ["write_file"]
 
 THREADS = 4
 BATCH = 8 * BLOCK  # bytes that a thread checksums and writes at a time
 
 
-def write_files(
-    storage: Storage,
-    folder: str,
-    files: Sequence[PlannedFile],
-    progress: Callable[[int], None] = lambda nbytes: None,
-) -> list[Written]:
-    """Write this rank's part of all files, with several threads; return when they are durable.
-
-    Args:
-        progress: is called with the number of bytes that were just written, from several threads.
+def write_file(storage: Storage, folder: str, file: PlannedFile) -> Written:
+    """Write this rank's part of a file, with several threads; return when it is durable.
 
     Raises:
-        OSError: the disk is full, or not writable. The current file is closed, not removed.
+        OSError: the disk is full, or not writable. The file is closed, not removed.
     """
-    return [_write(storage, folder, file, progress) for file in files]
-
-
-def _write(storage: Storage, folder: str, file: PlannedFile, progress: Callable[[int], None]) -> Written:
     path = storage.join(folder, file.name)
     sums: Sums = {}
     header = None
@@ -60,10 +48,8 @@ def _write(storage: Storage, folder: str, file: PlannedFile, progress: Callable[
                 for view, _ in piece.blocks(0, piece.nbytes):
                     writer.write(at, [view])
                     at += view.nbytes
-                progress(piece.nbytes)
         else:
-            write = partial(_write_batch, writer, progress)
-            for of_lot in run_all(write, _batches(file), THREADS, "fsdp2-write"):
+            for of_lot in run_all(partial(_write_batch, writer), _batches(file), THREADS, "fsdp2-write"):
                 for name, blocks in of_lot.items():
                     sums.setdefault(name, []).extend(blocks)
             if file.header is not None:
@@ -101,7 +87,7 @@ def _batches(file: PlannedFile) -> Iterator[list[Part]]:
         yield lot
 
 
-def _write_batch(writer: Writer, progress: Callable[[int], None], lot: Sequence[Part]) -> Sums:
+def _write_batch(writer: Writer, lot: Sequence[Part]) -> Sums:
     """Checksum and write a batch. Adjacent views of plain memory become one write."""
     sums: Sums = {}
     run: list[memoryview] = []
@@ -122,7 +108,6 @@ def _write_batch(writer: Writer, progress: Callable[[int], None], lot: Sequence[
                 writer.write(begin, run)
                 run, begin = [], end
     writer.write(begin, run)
-    progress(sum(last - first for *_, first, last in lot))
     return sums
 
 

@@ -62,7 +62,7 @@ def commit(
     _check_values(stored)
     _check_copies(records)
     _check_tables(stored, [record["content"] for record in records])
-    common = {key: options[key] for key in ("step", "world", "about")}
+    common = {key: options[key] for key in ("step", "world")}
     sums = [record["sums"] for record in records] if homes else []
     body = body_of(save_id, files, stored, homes, extra=_extra(records), sums=sums, **common)
     content = encoded(body, storage.join(path, MANIFEST))

@@ -12,7 +12,7 @@ from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
 # Called with a folder; raises an error of fsdp2 to reject it.
 Valid = Callable[[str], object]
 
-__all__ = ["checkpoints", "latest", "prune", "superseded"]
+__all__ = ["checkpoints", "latest", "prune"]
 
 
 def checkpoints(root: Folder) -> list[str]:
@@ -130,11 +130,6 @@ def prune(
     # Check again: another checkpoint may have taken one of these names since it was read above.
     old = [folder for folder in _old(root, keep, every, valid, known) if folder in ids]
     return [folder for folder in old if _pruned(storage, folder, ids[folder])]
-
-
-def superseded(root: Folder, keep: int, every: int | None = None, valid: Valid | None = None) -> list[str]:
-    """What `prune` would delete."""
-    return _old(root, keep, every, valid, {})
 
 
 def _old(root: Folder, keep: int, every: int | None, valid: Valid | None, known: dict[str, bool]) -> list[str]:

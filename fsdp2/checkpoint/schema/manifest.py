@@ -13,7 +13,6 @@ tables         what ranks hold; ranks that hold the same share one: see `table_o
 homes          consolidated: section -> name of a tensor -> file
 extra          key -> list of {"json", "file", "ranks"}: what each rank passed; ranks with equal values share one
 sums           consolidated: for each rank file -> name -> checksums of the blocks of its part; absent otherwise
-about          the user's texts and numbers, by name; absent if there are none
 extra_world    the number of ranks that passed `extra`, if not `world`: a conversion changes only the latter
 =============  ====================================================================================================
 
@@ -92,7 +91,6 @@ class Manifest:
     homes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     extra: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     extra_world: int = 0
-    about: Mapping[str, Any] = field(default_factory=dict)
     sums: Sequence[Mapping[str, Mapping[str, str]]] = ()
 
     @staticmethod
@@ -175,14 +173,11 @@ class Manifest:
         if stored > sum(size for size, _ in files.values()):
             raise CorruptError(f"{file}: describes tensors of {stored} bytes, and all files together are smaller")
         step = None if body["step"] is None else _size(body["step"])
-        about = body.get("about", {})
-        if not isinstance(about, dict) or any(isinstance(value, (dict, list)) for value in about.values()):
-            raise CorruptError(f"{file}: the annotations (about=) are malformed")
         sums = body.get("sums", [])
         if not all(isinstance(of_file, dict) for of_rank in sums for of_file in of_rank.values()):
             raise CorruptError(f"{file}: the checksums are malformed")
         fixed = (str(body["id"]), step, world, body["layout"], body["checksum"])
-        return cls(*fixed, files, records, aliases, values, homes, body["extra"], extra_world, about, sums)
+        return cls(*fixed, files, records, aliases, values, homes, body["extra"], extra_world, sums)
 
 
 def table_of(
@@ -224,7 +219,7 @@ def body_of(
 
     Args:
         homes: consolidated: section -> file -> (name, dtype, shape) of its tensors; else empty.
-        rest: the other parts; `about` and `sums` are left out if they are empty.
+        rest: the other parts; `sums` are left out if they are empty.
     """
     return {
         "format": FORMAT,
@@ -237,7 +232,7 @@ def body_of(
             section: {name: file for file, rows in placed.items() for name, _, _ in rows}
             for section, placed in homes.items()
         },
-        **{key: value for key, value in rest.items() if value or key not in ("about", "sums")},
+        **{key: value for key, value in rest.items() if value or key != "sums"},
     }
 
 

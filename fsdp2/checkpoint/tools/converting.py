@@ -30,8 +30,7 @@ from fsdp2.checkpoint.io.planned_files import (
     rank_file,
 )
 from fsdp2.checkpoint.io.reading import BUFFER_BYTES, Request, read_all
-from fsdp2.checkpoint.io.workers import Meter, Progress
-from fsdp2.checkpoint.io.writing import write_files
+from fsdp2.checkpoint.io.writing import write_file
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.run.committing import encoded, index_files, put_in_place
 from fsdp2.checkpoint.run.folders import delete, free_name, is_complete, own_folder, sweep, work_folder
@@ -62,7 +61,6 @@ def convert(
     to: str = "ranks",
     world: int = 1,
     dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
     model_only: bool = False,
     max_file_bytes: int = 5_000_000_000,
     overwrite: bool = False,
@@ -80,7 +78,6 @@ def convert(
         to: "ranks": the files of `world` ranks, each tensor cut by rows. "consolidated": whole tensors, with Hugging
             Face's index, in files of up to ``max_file_bytes``.
         dtype: convert the model's floating point tensors to this.
-        progress: is called with the number of bytes done and the total.
         model_only: without optimizer and extra state.
         max_file_bytes: as for `save`.
         overwrite: as for `save`.
@@ -112,7 +109,7 @@ def convert(
     try:
         storage.make_folder(work)
         with own_folder(storage, work, path):
-            _Rewriting(catalog, storage, options, nonce, files).run(work, path, progress)
+            _Rewriting(catalog, storage, options, nonce, files).run(work, path)
         gone = sweep(storage, path, files)
     except BaseException:
         if storage.renames:
@@ -176,7 +173,7 @@ class _Rewriting:
     names: list[str]
     _rows: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = field(default_factory=dict)  # (dtype, shape) by name
 
-    def run(self, work: str, path: str, progress: Progress | None) -> None:
+    def run(self, work: str, path: str) -> None:
         """Write everything to the folder `work`, the manifest last, and give it the name `path`.
 
         Raises:
@@ -207,12 +204,10 @@ class _Rewriting:
                 f"{work}: has {', '.join(taken[:3])}{', ...' if len(taken) > 3 else ''}, which the conversion "
                 "would write over. Convert to another folder, or delete what is there."
             )
-        meter = Meter(sum(piece.nbytes for file in files for _, _, piece in file.pieces), progress)
         written: list[Written] = []
         for file in files:
             self.names.append(file.name)
-            written += write_files(self.storage, work, [file], meter.add)
-        meter.finish()
+            written.append(write_file(self.storage, work, file))
         for name, index in indexes.items():
             self.names.append(name)
             self.storage.write_all(self.storage.join(work, name), index)
@@ -325,7 +320,6 @@ class _Rewriting:
             extra=extra,
             sums=[joined_sums(written, homes)] if homes else [],
             extra_world=manifest.extra_world if manifest else len(ranks),
-            about=manifest.about if manifest else {},
         )
 
 

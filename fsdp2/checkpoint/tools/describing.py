@@ -2,19 +2,16 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 from fsdp2.checkpoint.formats.native import NativeCatalog
-from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.pieces import StoredTensorInfo
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.base import Folder, storage_of
 from fsdp2.errors import CheckpointError
-from fsdp2.placement.box import whole
 
 __all__ = ["Description", "TensorEntry", "describe", "stray_files", "tensor_nbytes"]
 
@@ -26,9 +23,7 @@ class TensorEntry:
     Attributes:
         section: "model" or "optimizer".
         dtype: its name in safetensors.
-        shape: of the whole tensor.
-        nbytes: of the whole tensor.
-        parts: the number of parts in which it is stored.
+        shape, nbytes: of the whole tensor.
         aliases: other names of the same values.
     """
 
@@ -37,7 +32,6 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    parts: int
     aliases: tuple[str, ...] = ()
 
 
@@ -46,33 +40,27 @@ class Description:
     """The content of a checkpoint.
 
     Attributes:
-        folder: the folder of the checkpoint.
         kind: the format.
         step: as given to `save`; None if unknown.
         tensors: of all sections.
-        id, world, layout, checksum: see `manifest.py`; empty (0) for other formats.
+        left_out: what the folder has besides `tensors` and this library does not read -> why.
+        id, world, layout: see `manifest.py`; empty (0) for other formats.
         files: bytes of each file, by name; empty for formats that do not list them.
         optimizer: the class of the optimizer; "" if unknown.
         extra: key -> (the number of ranks that saved it, the number of different values).
-        about: the user's texts and numbers (see `save`).
-        strays: names in the folder that do not belong to the checkpoint; they are never read.
-        left_out: what the folder has beside `tensors` and this library does not read -> why.
     """
 
     folder: str
     kind: str
     step: int | None
     tensors: tuple[TensorEntry, ...]
+    left_out: Mapping[str, str]
     id: str = ""
     world: int = 0
     layout: str = ""
-    checksum: str = ""
     files: Mapping[str, int] = field(default_factory=dict)
     optimizer: str = ""
     extra: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    strays: tuple[str, ...] = ()
-    about: Mapping[str, Any] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -95,32 +83,29 @@ def describe(folder: Folder) -> Description:
 
         sizes = {tensor.name: tensor.nbytes for tensor in fsdp2.checkpoint.describe("runs/a/step-00001000").tensors}
     """
-    storage, path = storage_of(folder)
-    catalog = open_catalog(storage, path, files_are_there=False)
+    catalog = open_catalog(*storage_of(folder), files_are_there=False)
     try:
-        tensors = tuple(_entry(catalog, section, name) for section, infos in catalog.tensors.items() for name in infos)
+        tensors = []
+        for section, infos in catalog.tensors.items():
+            names: dict[str, list[str]] = {}
+            for alias, name in catalog.aliases.get(section, {}).items():
+                names.setdefault(name, []).append(alias)
+            for name, info in infos.items():
+                entry = TensorEntry(section, name, *info, tensor_nbytes(info), tuple(names.get(name, ())))
+                tensors.append(entry)
         with suppress(CheckpointError):  # damaged values are for `verify`
             catalog.values_of("model")
-        found = Description(catalog.path, catalog.kind, catalog.step, tensors, left_out=catalog.left_out_texts())
+        found = (catalog.path, catalog.kind, catalog.step, tuple(tensors), catalog.left_out_texts())
+        if not isinstance(catalog, NativeCatalog):
+            return Description(*found)
+        manifest = catalog.manifest
+        kinds = {kind: None for table in catalog.values_of("optimizer") for kind in table.get("kinds", {}).values()}
+        extra = {key: (sum(len(one["ranks"]) for one in own), len(own)) for key, own in manifest.extra.items()}
+        files = {name: size for name, (size, _) in manifest.files.items()}
+        about = (manifest.id, manifest.world, manifest.layout, files)
+        return Description(*found, *about, ", ".join(map(str, kinds)), extra)
     finally:
         catalog.close()
-    if not isinstance(catalog, NativeCatalog):
-        return found
-    manifest = catalog.manifest
-    kinds = {str(kind): None for table in catalog.values_of("optimizer") for kind in table.get("kinds", {}).values()}
-    shares = {key: sum(len(share["ranks"]) for share in own) for key, own in manifest.extra.items()}
-    return replace(
-        found,
-        id=manifest.id,
-        world=manifest.world,
-        layout=manifest.layout,
-        checksum=manifest.checksum,
-        files={name: size for name, (size, _) in manifest.files.items()},
-        optimizer=", ".join(kinds),
-        extra={key: (ranks, len(manifest.extra[key])) for key, ranks in shares.items()},
-        strays=tuple(stray_files(catalog)),
-        about=manifest.about,
-    )
 
 
 def stray_files(catalog: NativeCatalog) -> list[str]:
@@ -132,13 +117,3 @@ def stray_files(catalog: NativeCatalog) -> list[str]:
 def tensor_nbytes(info: StoredTensorInfo) -> int:
     """Bytes of a tensor."""
     return prod(info.shape) * ITEMSIZES[info.dtype]
-
-
-def _entry(catalog: Catalog, section: str, name: str) -> TensorEntry:
-    info = catalog.tensors[section][name]
-    if isinstance(catalog, NativeCatalog):  # whose files may be missing
-        parts = len(catalog.manifest.records[section][name].tiling.owners(whole(info.shape)))
-    else:
-        parts = len(list(catalog.pieces(section, name, whole(info.shape))))
-    aliases = tuple(alias for alias, stored in catalog.aliases.get(section, {}).items() if stored == name)
-    return TensorEntry(section, name, info.dtype, info.shape, tensor_nbytes(info), parts, aliases)
