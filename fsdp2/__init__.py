@@ -40,6 +40,7 @@ from fsdp2.extras import narrow as _narrow  # noqa: F401  # adds two `reduce_sca
 from fsdp2.extras import one_block as _one_block  # noqa: F401
 from fsdp2.extras import pipelining as _pipelining  # noqa: F401
 from fsdp2.extras import prediction as _prediction  # noqa: F401
+from fsdp2.extras import smaller as _smaller  # noqa: F401
 from fsdp2.extras.activations import ActivationOffload, offload_activations
 from fsdp2.extras.finalization import GradientReductionHandle
 from fsdp2.extras.forward_methods import register_fsdp_forward_method

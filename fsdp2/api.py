@@ -28,7 +28,6 @@ from fsdp2.runtime import hooks
 from fsdp2.runtime.forward import attach
 from fsdp2.runtime.parameter import ManagedParameter, Plan, managed_by
 from fsdp2.runtime.slot import Slot
-from fsdp2.runtime.source import Smaller
 from fsdp2.runtime.state_dict import guard_state_dict, owner_of, owners_of
 from fsdp2.runtime.unit import Unit, has_forward, unit_of
 
@@ -217,8 +216,7 @@ def _build(draft: Draft, settings: UnitSettings) -> None:
                 buffer.data = buffer.to(device)  # the same object: it may have other names
     unit = Unit(modules, list(groups.values()), device, placing.policy, settings)
     for group, (keep, *_) in zip(unit.groups, groups, strict=True):
-        smaller = None if keep == "host" else draft.smaller[group.roles]
-        group.smaller, group.keep = None if smaller is None else Smaller(smaller), keep
+        group.smaller, group.keep = None if keep == "host" else draft.smaller[group.roles], keep
     for _, slots, tied in draft.tied:
         _share(slots, tied, unit)
     for module in modules:

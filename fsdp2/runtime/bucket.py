@@ -9,11 +9,10 @@ For a weight (6, 4) and a bias (6,) on 2 ranks, with the numbers of elements::
 
 The phase is kept only here; a parameter's form follows from it::
 
-                 unshard             wait_for_unshard
-    SHARDED          ----> GATHERING -----------------> UNSHARDED
-    SMALLER, INNER   ---->
-    SHARDED          <------------- reshard ----------- UNSHARDED, SMALLER, INNER
-    SMALLER, INNER   <------------- reshard(to=...) --- UNSHARDED
+                     unshard             wait_for_unshard
+    SHARDED, PART        ----> GATHERING -----------------> UNSHARDED
+    SHARDED              <------------- reshard ----------- UNSHARDED, PART
+    PART                 <------------- reshard(to=PART) -- UNSHARDED
 """
 
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from fsdp2._torch import local_of, outside_transforms, profiler_is_on, version
 from fsdp2.errors import CollectiveError, OrderError
 from fsdp2.events import emit, profiler_range
 from fsdp2.layout import Lane
+from fsdp2.mesh import MeshRoles
 from fsdp2.nothing import NOTHING
 from fsdp2.runtime import hooks
 from fsdp2.runtime.changes import Changes, Seen, check_stand_in
@@ -35,7 +35,7 @@ from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients, needs_grad
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import SlotTable
-from fsdp2.runtime.source import Smaller, Source, source_of, wrapped
+from fsdp2.runtime.source import Source, source_of, wrapped
 from fsdp2.runtime.storage import ReleasedMemory
 
 
@@ -45,8 +45,7 @@ class Phase(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"  # the all-gather is in flight; the module still holds the previous form
     UNSHARDED = "unsharded"
-    SMALLER = "smaller"  # sharded over the smaller post-forward mesh
-    INNER = "inner"  # with sharded replicas: sharded in the module, but the inner shards stay
+    PART = "part"  # the source keeps some of the values for the next unshard, such as those of a smaller mesh
 
 
 class Bucket:
@@ -58,7 +57,7 @@ class Bucket:
         on_unannounced: called for each gradient of a backward that reached the unit by none of its outputs.
 
     Attributes:
-        smaller: keeps copies on the smaller mesh, for `reshard(to=Phase.SMALLER)`.
+        smaller: the smaller mesh to reshard to after forward, if any.
         users: ids of the units that use the unsharded parameters; more than one if weights are tied across units.
         keep: what it keeps when it reshards, a key of `hooks.keeps`; False for nothing.
         changing: each makes the current stream wait for what changes shards in the background (an offloaded step; one
@@ -79,7 +78,7 @@ class Bucket:
             place(self.params)
         self.gradients = Gradients(self.params, self.channel, on_ready, on_unannounced)
         self.changes = Changes(self.params, self.gradients)
-        self.smaller: Smaller | None = None
+        self.smaller: MeshRoles | None = None
         self.users: set[int] = set()
         self.keep: Any = False
         self.changing: list[Callable[[bool], None]] = []
@@ -93,7 +92,7 @@ class Bucket:
 
     def unshard(self, memory: ReleasedMemory, prefetching: bool = False) -> None:
         """Issue the all-gather, unless it is already issued. Collective over the shard group (after
-        `reshard(to=Phase.SMALLER)`, over the smaller group). The parameters may be used after `wait_for_unshard`."""
+        `reshard(to=Phase.PART)`, over a smaller one). The parameters may be used after `wait_for_unshard`."""
         if self.phase is Phase.GATHERING or self.phase is Phase.UNSHARDED:
             return
         emit("unshard", self.channel.fqn)
@@ -107,7 +106,7 @@ class Bucket:
             self._under_way = _nothing
         else:
             streams = memory.streams
-            # Compute may still use the copies on the smaller mesh, memory that was kept, and shards just converted.
+            # Compute may still use the part that was kept, memory that was kept, and shards just converted.
             is_free = self.phase is Phase.SHARDED and kept is None and (source is None or not source.follows_compute)
             used = None if is_free and not is_converted else streams.record()
             named = profiler_range("FSDP::all_gather", self.channel.fqn) if profiler_is_on() else NOTHING
@@ -120,18 +119,24 @@ class Bucket:
                     wait(True)
                 if memory.released:
                     memory.make_room(None if source is None else source.base, prefetching)
-                chosen = self.smaller if self.phase is Phase.SMALLER else source
-                finish = (chosen or self._choose_source()).start(self)
+                finish = (source or self._choose_source()).start(self)
                 if not streams.lazy:
                     finish()
                     finish = partial(streams.wait, streams.record())
                 self._under_way = finish
+            if self.phase is Phase.PART:
+                self._under_way = partial(self._finish_part, finish)
         self.phase = Phase.GATHERING
 
     def _choose_source(self) -> Source:
         """At the first unshard. Called on the all-gather stream."""
         self.source = wrapped(source_of(self), self)
         return self.source
+
+    def _finish_part(self, finish: Callable[[], None]) -> None:
+        assert self.source is not None
+        finish()
+        self.source.arrived(self)
 
     def settle(self) -> None:
         """Before the shards are read or changed: wait for what changes them in the background."""
@@ -160,9 +165,7 @@ class Bucket:
             self.phase = Phase.SHARDED
             raise
         self.phase = Phase.UNSHARDED
-        if self.smaller is not None:
-            self.smaller.drop(self)
-        if not self.gradients.unsharded or self.smaller is not None:
+        if not self.gradients.unsharded:
             self.gradients.sync_trainable()
             self.changes.forget()
         elif list(map(needs_grad, self.seen.sharded)) != self.gradients.trainable:
@@ -176,8 +179,8 @@ class Bucket:
                 self._finish_gathering()
 
     def reshard(self, memory: ReleasedMemory, to: Phase = Phase.SHARDED, keep_values: bool = False) -> None:
-        """Free the unsharded parameters. `to` is `SHARDED`; `SMALLER`, where there is a smaller mesh; or `INNER`, with
-        sharded replicas. `keep_values`: keep their memory, for an unshard before the shards change.
+        """Free the unsharded parameters, and with `to=SHARDED` the part that the source has kept. `keep_values`: keep
+        their memory, for an unshard before the shards change.
 
         Raises:
             OrderError: an unsharded parameter was changed in place, and `adopt_changes` was not called.
@@ -192,18 +195,16 @@ class Bucket:
         if self.phase is Phase.UNSHARDED:
             if list(map(version, self.gradients.unsharded)) != self.changes.versions:
                 self.changes.check_none()
-            if to is Phase.SMALLER and self.smaller is not None:
-                forms = self.smaller.copy(self)
+            if to is Phase.PART:
+                forms = source.keep_part(self) or forms
             if keep_values:
                 source.kept = next(filter(None, (keep(self) for keep in hooks.keep_values)), None)
             if source.kept is None:
                 source.release(self, memory)
-        if to is Phase.SHARDED and self.roles.sharded_replicas:
-            with memory.streams.gathering():
-                source.free_inner()
         self.seen.slots.put(forms)
-        if self.smaller is not None and to is not Phase.SMALLER:
-            self.smaller.drop(self)
+        if source.keeps_part and to is Phase.SHARDED:
+            with memory.streams.gathering():
+                source.drop_part(self)
         self.phase = to
 
     def clear(self, memory: ReleasedMemory, to_change: bool) -> None:
@@ -234,7 +235,7 @@ class Bucket:
 
     def follow_settings(self, other: "Bucket") -> None:
         """Take over what was set for `other`, a group of the same roles."""
-        self.smaller = None if other.smaller is None else Smaller(other.smaller.roles)
+        self.smaller = other.smaller
         self.set_keep(other.keep)
         self.channel.like(other.channel)
 
@@ -270,10 +271,12 @@ class Bucket:
 
     @property
     def is_stale(self) -> bool:
-        """Whether there are unsharded parameters, or copies on the smaller mesh, from before a change of the sharded
-        ones."""
-        has_values = self.phase in (Phase.GATHERING, Phase.UNSHARDED, Phase.SMALLER)
-        return has_values and self.seen.versions != self.seen.now() and not all(param.aliases for param in self.params)
+        """Whether there are unsharded parameters, or parts of them, from before a change of the sharded ones."""
+        return (
+            self.phase is not Phase.SHARDED
+            and self.seen.versions != self.seen.now()
+            and not all(param.aliases for param in self.params)
+        )
 
     def adopt_changes(self) -> None:
         """Outside of forward and backward: copy changes of unsharded parameters into the shards, each rank its rows,
@@ -328,9 +331,7 @@ class Bucket:
         """The channel has another `Comm`: forget what was planned for the previous one."""
         self.gradients.forget_plans()
         if self.source is not None:
-            self.source.base.gather = None
-        if self.smaller is not None:
-            self.smaller.gather = None
+            self.source.forget_plans()
 
     def on_meta(self) -> list[str]:
         """FQNs of parameters that are on the meta device."""

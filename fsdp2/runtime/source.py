@@ -11,7 +11,6 @@ A `Shards` is the memory of the unsharded parameters, and what fills it in each 
 `HostShards`      offloaded shards: copied to the device first
 `ReplicaShards`   with sharded replicas: gathers the *inner* shards, which are gathered over the replicas once a step
 `Replicated`      nothing is sharded: copies
-`Smaller`         after a reshard to the smaller mesh: gathers this rank's rows there
 ================  ==================================================================================================
 
 It is chosen once (`source_of`). Features add kinds of their own, and wrap them (`Around`), by `runtime.hooks`.
@@ -23,16 +22,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
 
-from fsdp2._torch import make_parameter
 from fsdp2.layout import pack
-from fsdp2.mesh import Axis, MeshRoles
+from fsdp2.mesh import Axis
 from fsdp2.runtime import hooks
 from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, ReleasedMemory
-from fsdp2.specs import ParamSpecs
 
 Group: TypeAlias = Any  # `runtime.bucket.Bucket`: that module is above this one
 
@@ -43,9 +39,11 @@ class Source:
     Attributes:
         follows_compute: compute may still use what `start` writes to.
         kept: the last `release` has kept the values; asks whether they are those that `start` would give.
+        keeps_part: a reshard within a step may keep a part of the values.
     """
 
     follows_compute = False
+    keeps_part = False
     kept: Callable[[], bool] | None = None
 
     @property
@@ -62,8 +60,18 @@ class Source:
         """The group reshards, and compute has issued its last use."""
         raise NotImplementedError
 
-    def free_inner(self) -> None:
-        """The shards may change. Called on the all-gather stream."""
+    def keep_part(self, group: Group) -> list[nn.Parameter | None] | None:
+        """Before `release`: keep a part of the values for the next `start`. Returns what the modules hold until then;
+        None for the sharded parameters."""
+
+    def arrived(self, group: Group) -> None:
+        """The parameters are there again, after a part of their values was kept."""
+
+    def drop_part(self, group: Group) -> None:
+        """The shards may change. Called on the all-gather stream, when the modules hold the sharded parameters."""
+
+    def forget_plans(self) -> None:
+        """The channel has another `Comm`."""
 
     def forget(self) -> None:
         """The shards will change: drop copies of their values."""
@@ -75,6 +83,7 @@ class Around(Source):
     def __init__(self, inner: Source):
         self.inner = inner
         self.follows_compute = self.follows_compute or inner.follows_compute
+        self.keeps_part = self.keeps_part or inner.keeps_part
 
     @property
     def base(self) -> "Shards":
@@ -86,8 +95,17 @@ class Around(Source):
     def release(self, group: Group, memory: ReleasedMemory) -> None:
         self.inner.release(group, memory)
 
-    def free_inner(self) -> None:
-        self.inner.free_inner()
+    def keep_part(self, group: Group) -> list[nn.Parameter | None] | None:
+        return self.inner.keep_part(group)
+
+    def arrived(self, group: Group) -> None:
+        self.inner.arrived(group)
+
+    def drop_part(self, group: Group) -> None:
+        self.inner.drop_part(group)
+
+    def forget_plans(self) -> None:
+        self.inner.forget_plans()
 
     def forget(self) -> None:
         self.inner.forget()
@@ -97,7 +115,7 @@ class Shards(FlatStorage, Source):
     """One block of memory, the unsharded parameters as views of it, and the gather into them.
 
     Attributes:
-        gather: planned at the first `start`; to be dropped when the channel changes.
+        gather: planned at the first `start`.
     """
 
     def __init__(self, group: Group):
@@ -133,14 +151,17 @@ class Shards(FlatStorage, Source):
         return (self.gather or self._plan(group)).start(group.seen.flats, True, self)
 
     def _plan(self, group: Group) -> Gather:
-        self.gather = _plan(group, group.roles.shard)
+        self.gather = gather_over(group.roles.shard, group)
         return self.gather
+
+    def forget_plans(self) -> None:
+        self.gather = None
 
     def release(self, group: Group, memory: ReleasedMemory) -> None:
         memory.release(self)
 
 
-def _plan(group: Group, axis: Axis) -> Gather:
+def gather_over(axis: Axis, group: Group) -> Gather:
     """The gather of the parameters over `axis`."""
     params: Sequence[ManagedParameter] = group.params
     storage: Shards = group.source.base
@@ -214,56 +235,9 @@ class ReplicaShards(Shards):
             self._at = group.seen.versions
         return (self.gather or self._plan(group)).start(self._flats, True, self)
 
-    def free_inner(self) -> None:
+    def drop_part(self, group: Group) -> None:
         self._at = None
         self._inner.free()
-
-
-class Smaller:
-    """Copies of this rank's rows on the smaller mesh, between forward and backward.
-
-    Attributes:
-        roles: on the smaller mesh.
-    """
-
-    def __init__(self, roles: MeshRoles):
-        self.roles = roles
-        self.gather: Gather | None = None
-        self._copies: list[torch.Tensor] = []
-
-    def copy(self, group: Group) -> list[nn.Parameter | None]:
-        """Make the copies. Returns the forms for the modules."""
-        with torch.no_grad():
-            self._copies = [_copied(param, self.roles) for param in group.params]
-        return [param.resharded for param in group.params]
-
-    def start(self, group: Group) -> Callable[[], None]:
-        """As `Source.start`."""
-        if self.gather is None:
-            self.gather = _plan(group, self.roles.shard)
-        return self.gather.start(self._copies, False, group.source.base)
-
-    def drop(self, group: Group) -> None:
-        """The modules hold other forms. Those that the user froze meanwhile stay so."""
-        if self._copies:
-            self._copies = []
-            group.gradients.follow([param.resharded for param in group.params])
-            for param in group.params:
-                param.resharded = None
-
-
-def _copied(param: ManagedParameter, roles: MeshRoles) -> torch.Tensor:
-    """This rank's rows on the smaller mesh, copied from `unsharded`; 1-D. Sets `resharded`, a DTensor on them (for
-    model-parallel parameters the sharded one, because no mesh has both the smaller and the model-parallel axes)."""
-    assert param.whole is not None
-    layout, rank, specs = param.layout.over(roles.shard_size), roles.shard_rank, param.plan.specs
-    chunk = param.whole.narrow(layout.dim, layout.bounds[rank], layout.local_size(rank))
-    local, param.resharded = chunk.clone(memory_format=torch.contiguous_format), param.sharded
-    if specs.inner_mesh is None:
-        smaller = ParamSpecs(roles.mesh, (Replicate(), Shard(param.plan.dim)), specs.shape, specs.stride)
-        form = param.geometry.from_memory(local)
-        param.resharded = make_parameter(form, smaller.sharded(local.dtype), param.sharded.requires_grad)
-    return local.view(-1)
 
 
 def source_of(group: Group) -> Shards:

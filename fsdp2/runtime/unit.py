@@ -255,9 +255,9 @@ class Unit:
             for group in [*self.groups, *self.borrowed] if self.role is None else self.role.select(False):
                 group.users.discard(id(self))
                 if not group.users:
-                    to = Phase.INNER if within_step and group.roles.sharded_replicas else Phase.SHARDED
-                    to = Phase.SMALLER if to_smaller and group.smaller is not None else to
-                    group.reshard(self.step.memory, to, keep_values)
+                    keeps_part = within_step if group.smaller is None else to_smaller
+                    is_part = keeps_part and group.source is not None and group.source.keeps_part
+                    group.reshard(self.step.memory, Phase.PART if is_part else Phase.SHARDED, keep_values)
 
     def reshard_all(self, to_change: bool = True) -> None:
         """Free all unsharded parameters, used or kept, because the sharded ones will be changed. Without `to_change`

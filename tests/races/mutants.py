@@ -126,8 +126,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "inner shards: freed while another stream is current",
         BUCKET,
-        "            with memory.streams.gathering():\n                source.free_inner()",
-        "            source.free_inner()",
+        "            with memory.streams.gathering():\n                source.drop_part(self)",
+        "            source.drop_part(self)",
         "inner",
         harmless="the allocator gives a block back to the stream on which it was allocated, whatever is current",
     ),
