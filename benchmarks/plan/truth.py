@@ -48,7 +48,7 @@ class Counter(Tracker):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
     def forget_aliases(self) -> None:
-        """Shards that stand together have a storage each, on the memory of another one (`fsdp2.carving`). It counts
+        """Shards that stand together have a storage each, on the memory of another one (`carving.py`). It counts
         once."""
         alive = [(storage, holding) for ref, holding in self._alive.values() if (storage := ref()) is not None]
         spans = [(each.data_ptr(), -each.nbytes(), holding) for each, holding in alive if each.nbytes()]

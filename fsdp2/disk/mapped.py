@@ -1,5 +1,5 @@
 """Tensors on memory that is a file's: the system reads what is looked at, and writes what has changed. Layer: above
-`carving`, whose carved tensors may lie in a file.
+`placement.carving`, whose carved tensors may lie in a file.
 
 Every operation works on them, and sees the values of the last write. `RestingShards` says when the memory is of no use
 for a while, and what will be used next; if it says so at the wrong time, the system reads once more.
@@ -21,8 +21,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2._torch import base_of
-from fsdp2.carving import place_of
 from fsdp2.disk.file import DiskFile, in_turn, remove_leftovers
+from fsdp2.placement.carving import place_of
 
 _made = count()
 

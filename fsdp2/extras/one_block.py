@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import torch
 
-from fsdp2._torch import local_tensor, set_local_tensor
-from fsdp2.carving import carve, place_of
+from fsdp2._torch import base_of, local_tensor, set_local_tensor
+from fsdp2.placement.carving import carve, place_of
 from fsdp2.runtime import hooks
 from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.parameter import ManagedParameter
@@ -75,4 +75,27 @@ def _are_together(members: Sequence[ManagedParameter]) -> bool:
     )
 
 
+def merged(into: list[torch.Tensor], of: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Copies of the second tensors into the first ones: one copy for those that lie end to end both here and there."""
+    destinations: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    last: tuple[torch.Tensor, torch.Tensor, int, int] | None = None  # what both lie in, and where they end
+    for destination, source in zip(into, of, strict=True):
+        place, base = place_of(source), base_of(destination)
+        if place is None or base is None:
+            last = None
+        else:
+            (whole, first), start, numel = place, int(destination.storage_offset()), source.numel()
+            end = first + numel
+            if last is not None and last[0] is whole and last[1] is base and last[2:] == (first, start):
+                numel += sources.pop().numel()
+                destination = destinations.pop().as_strided((numel,), (1,))
+                source = whole[end - numel : end]
+            last = whole, base, end, start + end - first
+        destinations.append(destination)
+        sources.append(source)
+    return destinations, sources
+
+
 hooks.shards_made.append(lay_together)
+hooks.copies.append(merged)

@@ -1,7 +1,7 @@
 """Tensors that lie end to end in memory, as one: an elementwise operation on it equals the operation on each of them,
 and costs one call. Layer: optim, below local.
 
-The small shards of a unit are carved from one block of memory (`fsdp2.carving`), and its gradients are views of what
+The small shards of a unit are carved from one block of memory (`carving.py`), and its gradients are views of what
 its reduction wrote. `Flats` are the parameters of a param group as a step sees them. Outside, each parameter has its
 own state, on parts of the same memory. The outside is authoritative: each step compares it with what the last one left,
 and makes other flats if it differs.
@@ -16,10 +16,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import base_of, foreach_copy, grad_of, local_of, local_tensor, make_dtensor, make_spec, spec_of
-from fsdp2.carving import carve, place_of
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import dense_strides
 from fsdp2.optim.loading import own_part
+from fsdp2.placement.carving import carve, place_of
 
 __all__ = ["Flats", "identical", "joined", "local_grad"]
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import backward_is_running, local_of, local_tensor, storage_id, version
-from fsdp2.carving import place_of
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime import hooks
 from fsdp2.runtime.extension import is_wrapper
@@ -43,7 +42,7 @@ class Seen:
         self.at_rest: list[nn.Parameter | None] = [param.at_rest for param in params]
         self.slots = SlotTable(params)
         self.flats = [param.flat[: param.geometry.local_numel] for param in params]
-        self._carved = [flat for flat in self.flats if place_of(flat) is not None]
+        self._plain = [flat for flat in self.flats if not is_wrapper(flat)]
         self._locals = list(map(local_of, self.sharded))  # kept alive, so that ids tell them apart
         self.ids = list(map(id, self._locals))
         self.known = self.look()
@@ -51,8 +50,8 @@ class Seen:
 
     def look(self) -> list[Any]:
         """What is `known` while nothing is moved, converted or assigned: the storages, the local tensors, and the
-        addresses of shards that lie end to end (`share_memory_` moves one)."""
-        addresses = map(torch.Tensor.data_ptr, self._carved)
+        addresses (`share_memory_` changes them)."""
+        addresses = map(torch.Tensor.data_ptr, self._plain)
         local_tensors = map(id, map(local_of, self.sharded))
         return [*map(storage_id, self.sharded), *local_tensors, *addresses]
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from fsdp2._torch import base_of, copy_lists
-from fsdp2.carving import place_of
+from fsdp2._torch import copy_lists
 from fsdp2.comm.base import Operand, Reported
 from fsdp2.layout import Lane, ShardLayout, pack
 from fsdp2.mesh import Axis
+from fsdp2.runtime import hooks
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.packing import interleave
 from fsdp2.runtime.storage import FlatStorage, Storage
@@ -124,7 +124,8 @@ class Gather:
 
     def _plan(self, shards: Sequence[torch.Tensor], stay: bool) -> list[_Copies]:
         """The copies in, one list for each dtype."""
-        copies = [_merged([(self._own[at], shards[at]) for at in indices]) for indices in self._by_dtype]
+        pairs = [([self._own[at] for at in indices], [shards[at] for at in indices]) for indices in self._by_dtype]
+        copies = [merge(*each) for each in pairs for merge in hooks.copies] or pairs
         if stay:
             self._known = shards, copies
         return copies
@@ -138,27 +139,3 @@ class Gather:
             if self._unpack_to:  # not of empty parameters
                 copy_lists(self._unpack_to, self._unpack_from)
             self._packed.resize_(0)
-
-
-def _merged(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Copies:
-    """The copies into the first tensors of the second ones: one copy for those that lie end to end both here and
-    there."""
-    destinations: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    last: tuple[torch.Tensor, torch.Tensor, int, int] | None = None  # what both lie in, and where they end
-    for into, of in pairs:
-        place, base = place_of(of), base_of(into)
-        if place is None or base is None:
-            last = None
-        else:
-            (whole, first), start, numel = place, int(into.storage_offset()), of.numel()
-            if last is not None and last[0] is whole and last[1] is base and last[2:] == (first, start):
-                numel += sources[-1].numel()
-                sources[-1] = whole[first + of.numel() - numel : first + of.numel()]
-                destinations[-1] = destinations[-1].as_strided((numel,), (1,))
-                last = whole, base, first + of.numel(), start + of.numel()
-                continue
-            last = whole, base, first + numel, start + numel
-        destinations.append(into)
-        sources.append(of)
-    return destinations, sources

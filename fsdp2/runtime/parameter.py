@@ -26,8 +26,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp2._torch import local_tensor, make_parameter, move_hooks, set_local_tensor, subclassed_parameter, version
-from fsdp2.carving import carved_of
+from fsdp2._torch import (
+    base_of,
+    local_tensor,
+    make_parameter,
+    move_hooks,
+    set_local_tensor,
+    subclassed_parameter,
+    version,
+)
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import MeshRoles
@@ -259,10 +266,9 @@ class ManagedParameter:
         assert isinstance(current, nn.Parameter)
         local, numel = local_tensor(current), self.geometry.local[0].padded_numel
         in_memory = local if is_wrapper(local) else self.geometry.to_memory(local)
-        own, is_home = carved_of(in_memory), local.is_meta or self.plan.offload.has(in_memory)
-        if own is None and not is_wrapper(local) and in_memory.is_contiguous():
-            own = in_memory.reshape(-1) if not self.plan.pins or local.is_meta or local.is_pinned() else None
-        if own is not None and is_home and own.numel() == numel:
+        own = None if is_wrapper(local) or not in_memory.is_contiguous() else _flat_of(in_memory)
+        is_home = local.is_meta or (self.plan.offload.has(in_memory) and (local.is_pinned() or not self.plan.pins))
+        if own is not None and own.numel() == numel and is_home:
             self.flat = own
         else:
             local, self.flat = self._padded(in_memory)
@@ -286,6 +292,14 @@ class ManagedParameter:
 
 
 sharded_of: Callable[[ManagedParameter], nn.Parameter] = attrgetter("sharded")
+
+
+def _flat_of(local: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous shard, flat: with its padding, if it begins such memory."""
+    base = base_of(local)
+    if base is None or base.ndim != 1 or base.dtype is not local.dtype or not base.is_contiguous():
+        return local.reshape(-1)
+    return base if base.data_ptr() == local.data_ptr() else local.reshape(-1)
 
 
 def _is_current(param: ManagedParameter, local: torch.Tensor) -> bool:

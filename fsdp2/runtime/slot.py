@@ -62,9 +62,8 @@ class SlotTable:
     """The slots of several parameters, written and compared without a call for each. Made while they are sharded."""
 
     def __init__(self, params: Sequence[Any]):
-        every = [(index, slot) for index, param in enumerate(params) for slot in param.slots]
-        self._rows = [(index, slot, slot.direct) for index, slot in every]
-        alive = [(index, slot.name, module) for index, slot in every if (module := slot.module) is not None]
+        self._rows = [(index, slot, slot.direct) for index, param in enumerate(params) for slot in param.slots]
+        alive = [(index, slot.name, module) for index, slot, _ in self._rows if (module := slot.module) is not None]
         self._indices = [index for index, _, _ in alive]
         self._names = [name for _, name, _ in alive]
         self._dicts = [parameter_slots(module) for _, _, module in alive]

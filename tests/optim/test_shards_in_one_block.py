@@ -1,4 +1,4 @@
-"""Shards that stand together in one block of memory (`fsdp2.carving`): each mended bug of them, told as a story."""
+"""Shards that stand together in one block of memory (`carving.py`): each mended bug of them, told as a story."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.carving import place_of
 from fsdp2.extras.one_block import lay_together
 from fsdp2.optim import clip_grad_norm_, local_optimizer
+from fsdp2.placement.carving import place_of
 from fsdp2.runtime.unit import unit_of
 from tests.helpers.parity_models import Block, Stack, batch, local, mesh_2d, shard_blocks
 from tests.helpers.ranks import on_ranks

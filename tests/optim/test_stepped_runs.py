@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from fsdp2._torch import local_tensor
-from fsdp2.carving import place_of
 from fsdp2.optim import LocalOptimizer, clip_grad_norm_, local_optimizer
+from fsdp2.placement.carving import place_of
 from tests.helpers.optimizers import CASES, NOT_ON_DTENSORS, assert_same
 from tests.helpers.parity_models import Stack, batch, local, shard_blocks
 from tests.helpers.ranks import on_ranks

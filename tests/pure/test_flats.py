@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from fsdp2.carving import carve
 from fsdp2.optim.flats import joined
+from fsdp2.placement.carving import carve
 
 
 def views(flat: torch.Tensor, *shapes: tuple[int, ...]) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 The address space is cut into *cells*, ranges of bytes with one history: who wrote them last, who read them on each
 stream since then, and whether they have been filled. Addresses, not tensors: shards that were carved from one block
-(`fsdp2.carving`) have storages of their own on the same bytes.
+(`fsdp2.placement.carving`) have storages of their own on the same bytes.
 """
 
 from __future__ import annotations

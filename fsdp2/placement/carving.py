@@ -1,4 +1,4 @@
-"""Tensors that lie end to end in one block of memory, each with its own storage. Layer: below the layout.
+"""Tensors that lie end to end in one block of memory, each with its own storage. Layer: placement.
 
     flat      [ a a a | b b | c c c c ]      one allocation
     carved    [ a a a ] [ b b ] [ c c c c ]
@@ -33,14 +33,6 @@ def carve(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
             pieces.append(piece)
             start += size
     return pieces
-
-
-def carved_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The carved tensor at whose start `tensor` begins, if `tensor` has no gaps; otherwise None."""
-    base = base_of(tensor)
-    if base is None or base not in _carved or tensor.storage_offset() or not tensor.is_contiguous():
-        return None
-    return base if base.dtype is tensor.dtype else None
 
 
 def place_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
