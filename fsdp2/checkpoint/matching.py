@@ -21,7 +21,7 @@ from fsdp2.checkpoint.state.optimizer import ALONE, Optimizers, named_optimizers
 from fsdp2.checkpoint.state.optimizer_target import OptimizerTarget, tables_of
 from fsdp2.checkpoint.state.sources import Source, Sources, source_of
 from fsdp2.checkpoint.state.sources import stored as from_stored
-from fsdp2.errors import ArgumentError, CorruptError, MismatchError
+from fsdp2.errors import ArgumentError, CorruptError, FSDPError, MismatchError
 from fsdp2.placement.allocation import allocate, tensors_of
 from fsdp2.placement.box import Box
 
@@ -298,7 +298,12 @@ class Matching:
             raise MismatchError(
                 f"{self.catalog.path}: the optimizer was saved as a dict, optimizer={{...}}; load it into such a dict"
             )
-        target.prepare(tables_of(name, tables, set(target.names.values())), stored)
+        try:
+            target.prepare(tables_of(name, tables, set(target.names.values())), stored)
+        except FSDPError:
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise CorruptError(f"{self.catalog.path}: the optimizer's values are malformed ({error!r})") from error
         self.missing += target.missing
         self.unexpected += target.unexpected
         self.mismatches += [target.unfit] if target.unfit else []

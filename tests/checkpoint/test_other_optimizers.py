@@ -37,14 +37,13 @@ FAMILY: dict[str, Any] = {
 }
 
 
-ALIKE = [{"SGD", "momentum"}, {"AdamW", "local", "decoupled"}, {"Adam", "decoupled"}]
+ALIKE = [{"SGD", "momentum"}, {"AdamW", "local"}, {"Adam", "decoupled"}]
 
 
 @pytest.mark.parametrize("saved", FAMILY)
 def test_the_state_of_another_optimizer(saved: str, tmp_path: Path) -> None:
     """It was accepted: with a warning and a KeyError in the next step if the optimizer was new, as after every restart,
-    and without either where the other one (SGD) needs nothing. It is a mismatch, with ``strict=False`` too: what has
-    the same parts and goes by the same rule is no other optimizer."""
+    and without either where the other one (SGD) needs nothing. It is a mismatch, with ``strict=False`` too."""
     model, optimizer = stepped(FAMILY[saved])
     checkpoint.save(tmp_path / "a", model=model, optimizer=optimizer)
     for name, make in FAMILY.items():
@@ -86,19 +85,10 @@ class Tiger(Lion):
     """A subclass may use what its base saved."""
 
 
-class Panther(torch.optim.Optimizer):
-    """The same options as Lion, and what else, nobody knows before a step."""
-
-    def __init__(self, params: Any, lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.99)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas})
-
-
 def test_the_state_of_an_optimizer_of_another_library(tmp_path: Path) -> None:
     model, optimizer = stepped(Lion)
     checkpoint.save(tmp_path / "a", model=model, optimizer=optimizer)
     checkpoint.load(tmp_path / "a", model=model, optimizer=Tiger(model.parameters()))
-    with pytest.raises(MismatchError, match=r"state of Lion, and this is Panther, which has made no step.*momentum"):
-        checkpoint.load(tmp_path / "a", model=model, optimizer=Panther(model.parameters()))
     for kind in (torch.optim.SGD, torch.optim.AdamW):
         with pytest.raises(MismatchError, match="optimizer state of Lion"):
             checkpoint.load(tmp_path / "a", model=model, optimizer=kind(model.parameters()))

@@ -7,8 +7,10 @@ rest is JSON, in which a single optimizer has the name ""::
     {"kinds": {"": "AdamW"},
      "forms": [{"step": {"$tensor": "step", "as": "plain"}, "exp_avg": {"$tensor": "exp_avg", "as": "param"}}],
      "states": {fqn: number of its form},
-     "groups": [{"optimizer": "", "params": [fqn, ...], "options": {"lr": 0.001, ...}}],
-     "added": {"": {"counter": 5}}}               what a `state_dict` of the optimizer's own has besides, if any
+     "groups": [{"optimizer": "", "params": [fqn, ...], "options": {"lr": 0.001, ...}}]}
+
+An optimizer keeps everything in `state` and `param_groups`. One with a `state_dict` or a `load_state_dict` of its own,
+or with hooks on these, is an error.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +21,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from fsdp2._torch import local_tensor, spec_of
+from fsdp2._torch.checkpoint import state_hooks
 from fsdp2._torch.shared import shard_dim, split_factor
 from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.schema.dtypes import name_of
-from fsdp2.checkpoint.schema.tree import Leaf, canonical, encode
-from fsdp2.checkpoint.state.contents import contents_of
+from fsdp2.checkpoint.schema.tree import canonical, encode
 from fsdp2.checkpoint.state.model import (
     State,
     check_name,
@@ -34,14 +36,14 @@ from fsdp2.checkpoint.state.model import (
     outside_autograd,
     ranks_of,
 )
-from fsdp2.errors import ArgumentError, CorruptError
+from fsdp2.errors import ArgumentError
 from fsdp2.placement.hooks import COUNTERS, registered
 
 __all__ = [
     "ALONE",
     "NO_OPTIONS",
     "Optimizers",
-    "check_table",
+    "check_plain",
     "kinds_of",
     "named_optimizers",
     "named_params",
@@ -54,7 +56,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[s
 
 ALONE = ""  # the name of a single optimizer
 NO_OPTIONS = frozenset({"params", "param_names"})
-KEEP_IN_STATE = "Keep what belongs to a parameter in its state, `optimizer.state[param]`."
+BASE = torch.optim.Optimizer
 
 
 def named_optimizers(given: Any) -> dict[str, torch.optim.Optimizer]:
@@ -83,10 +85,27 @@ def named_optimizers(given: Any) -> dict[str, torch.optim.Optimizer]:
     return named
 
 
-def kinds_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The name of the optimizer's class, then those of its base classes."""
-    kind = registered.optimizers.kind_of(optimizer)
-    return [cls.__name__ for cls in registered.optimizers.classes_of(optimizer)] if kind is None else [kind]
+def kinds_of(optimizer: BASE) -> list[str]:
+    """The name of the optimizer's class, then those of its base classes up to the first one of torch."""
+    if (kind := registered.optimizers.kind_of(optimizer)) is not None:
+        return [kind]
+    classes = [*registered.optimizers.classes_of(optimizer)]
+    of_torch = [cls.__module__.startswith("torch.optim.") for cls in classes]
+    return [cls.__name__ for cls in classes[: [*of_torch, True].index(True) + 1]]
+
+
+def check_plain(optimizer: BASE) -> None:
+    """`ArgumentError` if the optimizer's `state_dict` or `load_state_dict` do more than torch's: what they add has no
+    parameter to be found by. (Those of fsdp2 only keep dtypes and places, and so does a checkpoint.)"""
+    kind = type(optimizer)
+    pairs = [(kind.state_dict, BASE.state_dict), (kind.load_state_dict, BASE.load_state_dict)]
+    own = [each for each, base in pairs if each is not base and not each.__module__.startswith("fsdp2.")]
+    if own or state_hooks(optimizer):
+        raise ArgumentError(
+            f"optimizer: {kind.__qualname__} has a state_dict or load_state_dict of its own, or hooks on them; "
+            "expected an optimizer whose whole state is in `state` and `param_groups`. Pass the optimizer that it "
+            "wraps, and the rest in extra="
+        )
 
 
 def named_params(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
@@ -132,25 +151,23 @@ def optimizers_state(model: nn.Module | None, optimizers: Mapping[str, torch.opt
         names = named_params(model, optimizer)
         assert model is not None
         ranks = ranks_of(model.parameters(), world)
-        held = contents_of(optimizer)
-        _check_states(held.states, names)
+        check_plain(optimizer)
+        _check_states(optimizer.state, names)
         for param, fqn in names.items():
             if owners.setdefault(fqn, owner) != owner:
                 raise ArgumentError(f"optimizer: '{fqn}' is a parameter of '{owners[fqn]}' and of '{owner}'")
-            if param in held.states:
+            if param in optimizer.state:
                 leaf = _noting(param, fqn, state, world, ranks)
-                form = encode(dict(held.states[param]), leaf, f"optimizer state of '{fqn}'")
+                form = encode(dict(optimizer.state[param]), leaf, f"optimizer state of '{fqn}'")
                 text = canonical(form)
                 forms.setdefault(text, form)
                 table["states"][fqn] = numbers.setdefault(text, len(numbers))
         table["kinds"][owner] = kinds_of(optimizer)[0]
-        for options, group in zip(held.groups, optimizer.param_groups, strict=True):
-            own = {key: value for key, value in options.items() if key not in NO_OPTIONS}
-            encoded = encode(own, _noting_scalars("option"), "optimizer options")
+        for group in optimizer.param_groups:
+            own = {key: value for key, value in group.items() if key not in NO_OPTIONS}
+            encoded = encode(own, _scalar, "optimizer options")
             params = [names[param] for param in group["params"]]
             table["groups"].append({"optimizer": owner, "params": params, "options": encoded})
-        if held.added:
-            table.setdefault("added", {})[owner] = _added(optimizer, held.added)
     state.values = {**table, "forms": list(forms.values())}
     return state
 
@@ -169,34 +186,6 @@ def _check_states(states: Mapping[Any, Any], names: Mapping[torch.Tensor, str]) 
             f"optimizer: it has state for {shown}, which is no parameter of its groups, so it has no name to be stored "
             "under. Keep it in the options of a group, or save it as extra=."
         )
-
-
-def check_table(table: Mapping[str, Any]) -> None:
-    """Check the structure of a table from `optimizers_state`. Its content is checked when it is decoded.
-
-    Raises:
-        CorruptError: the structure is wrong.
-    """
-    forms, states, groups = table.get("forms"), table.get("states"), table.get("groups")
-    kinds, added = table.get("kinds"), table.get("added", {})
-    if not (
-        isinstance(forms, list)
-        and isinstance(states, dict)
-        and all(type(index) is int and 0 <= index < len(forms) for index in states.values())
-        and isinstance(groups, list)
-        and all(
-            isinstance(group, dict)
-            and isinstance(group.get("options"), dict)
-            and isinstance(group.get("params"), list)
-            and all(type(fqn) is str for fqn in group["params"])
-            and type(group.get("optimizer")) is str
-            for group in groups
-        )
-        and isinstance(kinds, dict)
-        and isinstance(added, dict)
-        and all(isinstance(each, dict) for each in added.values())
-    ):
-        raise CorruptError("the optimizer's part of the manifest is malformed: it lists no forms, states and groups")
 
 
 def _noting(
@@ -261,27 +250,11 @@ def _placement_name(placement: Placement) -> str:
     return "R" if split_factor(placement) is None else f"S{shard_dim(placement)}"
 
 
-def _added(optimizer: torch.optim.Optimizer, added: Mapping[str, Any]) -> Any:
-    """What an optimizer's own state dict adds, as JSON. What may belong to parameters has no place here."""
-    where = f"state_dict() of {type(optimizer).__qualname__}"
-    form = encode(dict(added), _noting_scalars(where), where)
-    if "'$dict'" in canonical(form):
+def _scalar(path: str, tensor: torch.Tensor) -> dict[str, Any]:
+    """The note of an option that is a tensor."""
+    if tensor.ndim:
         raise ArgumentError(
-            f"optimizer: {where} has, besides 'state' and 'param_groups', a dict whose keys are no texts, perhaps "
-            f"numbers of parameters: {', '.join(map(repr, added))}. Such numbers change with the model. {KEEP_IN_STATE}"
+            f"optimizer: option '{path}' is a tensor of shape {tuple(tensor.shape)}; expected a scalar. Keep what "
+            "belongs to a parameter in its state, `optimizer.state[param]`."
         )
-    return form
-
-
-def _noting_scalars(what: str) -> Leaf:
-    """A function for tensors that are numbers: options, and what an optimizer's own state dict adds."""
-
-    def scalar(path: str, tensor: torch.Tensor) -> dict[str, Any]:
-        if tensor.ndim:
-            raise ArgumentError(
-                f"optimizer: {what} '{path}' is a tensor of shape {tuple(tensor.shape)}; expected a scalar. "
-                f"{KEEP_IN_STATE}"
-            )
-        return {"value": encode(tensor.item(), scalar, path), "dtype": name_of(tensor.dtype)}
-
-    return scalar
+    return {"value": encode(tensor.item(), _scalar, path), "dtype": name_of(tensor.dtype)}

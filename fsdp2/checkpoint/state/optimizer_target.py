@@ -1,6 +1,6 @@
 """The state of optimizers by FQN, as it is loaded; see `optimizer.py`. Layer: checkpoint."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,9 +14,8 @@ from fsdp2.checkpoint.io.pieces import StoredTensorInfo
 from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.schema.dtypes import DTYPES
 from fsdp2.checkpoint.schema.tree import at_path, canonical, decode
-from fsdp2.checkpoint.state.contents import Contents, contents_of, load_by_itself, loads_by_itself
 from fsdp2.checkpoint.state.model import checked, entry_of
-from fsdp2.checkpoint.state.optimizer import ALONE, NO_OPTIONS, check_table, kinds_of, state_entry
+from fsdp2.checkpoint.state.optimizer import ALONE, NO_OPTIONS, check_plain, kinds_of, state_entry
 from fsdp2.errors import CorruptError, MismatchError
 from fsdp2.layout import strides
 from fsdp2.placement.hooks import COUNTERS, registered
@@ -27,8 +26,6 @@ __all__ = ["OptimizerTarget", "tables_of"]
 # The stored tensors, by name.
 Stored = Mapping[str, StoredTensorInfo]
 
-# Options that select the rule by which the state is used. The states of Adam and AdamW have the same parts.
-RULES = ("decoupled_weight_decay",)
 # Options that schedulers add to the param groups.
 SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 
@@ -42,58 +39,36 @@ def tables_of(name: str, tables: Sequence[Mapping[str, Any]], params: set[str]) 
     """
     found: list[Mapping[str, Any]] = []
     for table in tables:
-        check_table(table)
-        groups, kinds, added = table["groups"], table["kinds"], table.get("added", {})
+        groups, kinds = table["groups"], table["kinds"]
         if name != ALONE and ALONE in kinds:  # several optimizers may have parts of one saved group
             groups = [{**group, "params": [fqn for fqn in group["params"] if fqn in params]} for group in groups]
             groups = [group for group in groups if group["params"]]
         elif name != ALONE:
             groups = [group for group in groups if group["optimizer"] == name]
-            kinds, added = ({name: each[name]} if name in each else {} for each in (kinds, added))
+            kinds = {name: kinds[name]} if name in kinds else {}
         own = {fqn for group in groups for fqn in group["params"]}
         states = {fqn: index for fqn, index in table["states"].items() if fqn in own or name == ALONE}
-        found.append({"kinds": kinds, "forms": table["forms"], "states": states, "groups": groups, "added": added})
+        found.append({"kinds": kinds, "forms": table["forms"], "states": states, "groups": groups})
     return found
 
 
-def why_unfit(
-    optimizer: torch.optim.Optimizer,
-    saved: Iterable[str],
-    states: Iterable[tuple[Collection[str], Collection[str]]],
-    options: Sequence[Mapping[str, Any]],
-) -> str:
-    """Why a saved state does not fit the optimizer; "" if it does: by class names, the parts of the state, and options.
+def why_unfit(optimizer: torch.optim.Optimizer, saved: set[str], options: Iterable[Mapping[str, Any]]) -> str:
+    """Why a saved state does not fit the optimizer; "" if it does: by class names, or else by the keys of the options.
 
     Args:
         saved: the kinds of the optimizers that saved it; empty if unknown.
-        states: for each parameter, the parts of its current state (empty before the first step), and those of the saved
-            one.
         options: the options of the saved param groups.
     """
-    own, *bases = kinds_of(optimizer)
-    others, pairs = sorted({*saved} - {own}), [*states]
-    who = f"optimizer state of {', '.join(others) or 'another optimizer'}, and this is {own}"
+    own = kinds_of(optimizer)
+    what = f"optimizer state of {', '.join(sorted(saved)) or 'another optimizer'}, and this is {own[0]}"
     fresh = "Leave optimizer= out to begin with a fresh state."
-    if [*saved] and not others:
-        return ""
-    for now, parts in pairs:
-        if others and now and {*now} != {*parts}:
-            return f"{who}: the saved one keeps {_list(parts)} of a parameter, this one has {_list(now)}. {fresh}"
+    if saved:
+        return "" if saved <= {*own} else f"{what}. {fresh}"
     for group in options:
         names, here = {*group} - SCHEDULED, {*optimizer.defaults}
-        differ = names != here and not {*others} <= {*bases}
-        if not others:  # of an unknown kind; another version of torch, or the user, may have added options
-            differ = bool(names - here.union(*optimizer.param_groups) and here - names)
-        if differ:
-            return f"{who}: the saved one has the options {_list(names)}, this one has {_list(here)}. {fresh}"
-        for rule in RULES:
-            if group.get(rule) != optimizer.defaults.get(rule) and (others or rule in group):
-                what = [f"{rule}={each.get(rule)!r}" for each in (group, optimizer.defaults)]
-                return f"{who}: the saved one has {what[0]}, this one has {what[1]}. {fresh}"
-    of_torch = registered.optimizers.classes_of(optimizer)[0].__module__.startswith("torch.optim.")
-    if pairs and {*others} - {*bases} and not of_torch and not any(now for now, _ in pairs):
-        parts = _list({part for _, saved_parts in pairs for part in saved_parts})
-        return f"{who}, which has made no step yet, so whether it can use {parts} is not known. {fresh}"
+        # Another version of torch, or the user, may have added options.
+        if names - here.union(*optimizer.param_groups) and here - names:
+            return f"{what}: the saved one has the options {_list(names)}, this one has {_list(here)}. {fresh}"
     return ""
 
 
@@ -126,7 +101,6 @@ class OptimizerTarget:
     _states: dict[torch.Tensor, Any] = field(default_factory=dict)
     _options: list[dict[str, Any]] = field(default_factory=list)
     _fresh: list[torch.Tensor] = field(default_factory=list)
-    _added: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, tables: Sequence[Mapping[str, Any]], stored: Stored) -> None:
         """Determine everything that will be filled.
@@ -136,8 +110,9 @@ class OptimizerTarget:
 
         Raises:
             MismatchError: parameters of one group had different options.
-            CorruptError: a table does not have the structure that `optimizers_state` creates.
+            ArgumentError: see `check_plain`.
         """
+        check_plain(self.optimizer)
         forms = {fqn: table["forms"][index] for table in tables for fqn, index in table["states"].items()}
         saved = [[(group["params"], group["options"]) for group in table["groups"]] for table in tables]
         options = {fqn: chosen for groups in saved for params, chosen in groups for fqn in params}
@@ -152,12 +127,9 @@ class OptimizerTarget:
                 if not isinstance(self._states[param], dict):
                     raise CorruptError(f"{what} is not a dict")
         kinds = {kind for table in tables for kind in table["kinds"].values()} - {""}
-        pairs = [(self._held.states.get(param) or (), state) for param, state in self._states.items()]
-        self.unfit = why_unfit(self.optimizer, kinds, pairs, [chosen for groups in saved for _, chosen in groups])
+        self.unfit = why_unfit(self.optimizer, kinds, [chosen for groups in saved for _, chosen in groups])
         self._options = [self._options_of(group, options) for group in self.optimizer.param_groups]
         self._ask_empty_groups(saved, known)
-        added = [[*table["added"].values()] for table in tables if table["added"]]
-        self._ask_added([{key: value for own in each for key, value in own.items()} for each in added])
 
     def _options_of(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
         found = [
@@ -174,37 +146,20 @@ class OptimizerTarget:
         return dict(found[0][1]) if found else {}
 
     def _ask_empty_groups(self, saved: Sequence[Sequence[tuple[list[str], dict[str, Any]]]], known: set[str]) -> None:
-        """Find the options of groups without parameters (all frozen, or all on other pipeline stages). They cannot be
-        found by name: in order, they are the saved groups that have no parameter here.
+        """Find the options of groups without parameters (all frozen, or all on other pipeline stages), which have no
+        names to be found by: those of the saved group of the same number.
 
         Args:
             saved: for each table, (parameters, options) of its groups.
             known: the parameters that are here.
         """
-        empty = [index for index, group in enumerate(self.optimizer.param_groups) if not group["params"]]
-        rest = [[options for params, options in groups if not known.intersection(params)] for groups in saved]
-        fitting = {canonical(found): found for found in rest if len(found) == len(empty)}
-        if len(fitting) == 1:
-            for index, options in zip(empty, *fitting.values(), strict=True):
-                self._options[index] = options
-        elif empty and any(not params for groups in saved for params, _ in groups):
-            self.missing += [
-                f"options of param group {index}, which has no parameters and so cannot be matched to a saved one"
-                for index in empty
-            ]
-
-    def _ask_added(self, stored: Sequence[Mapping[str, Any]]) -> None:
-        """Decide about what a state dict of the optimizer's own has added, on each kind of rank."""
-        name = type(self.optimizer).__qualname__
-        for form in stored:
-            if canonical(form) != canonical(stored[0]):
-                raise MismatchError(f"optimizer: {form} and {stored[0]} were added to its state by different ranks")
-        added = decode(stored[0], _scalar, "state_dict() of the optimizer") if stored else {}
-        if loads_by_itself(self.optimizer):
-            self._added = added
-        else:
-            self.unexpected += [f"optimizer '{key}', for which {name} has no place" for key in added]
-        self.missing += [f"optimizer '{key}' of {name}" for key in self._held.added if key not in added]
+        now = self.optimizer.param_groups
+        alike = [groups for groups in saved if len(groups) == len(now)]
+        for index in [index for index, group in enumerate(now) if not group["params"]]:
+            found = [groups[index][1] for groups in alike if known.isdisjoint(groups[index][0])]
+            self._options[index] = found[0] if found else {}
+            if not found and any(not params for groups in saved for params, _ in groups):
+                self.missing.append(f"options of param group {index}, which has no parameters here")
 
     def _making(
         self, param: torch.Tensor, fqn: str, stored: Stored, options: Mapping[str, Any] | None
@@ -224,7 +179,7 @@ class OptimizerTarget:
             info = stored.get(name)
             if info is None:
                 raise CorruptError(f"the manifest names '{name}' but does not describe it")
-            tensor = at_path(self._held.states.get(param, {}), path)
+            tensor = at_path(self.optimizer.state.get(param, {}), path)
             if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 tensor = self._new(path, fqn, param, note.get("as"), info)
             if name.startswith("step.") and not tensor.ndim and self._steps_on_device(param, options or {}):
@@ -273,11 +228,6 @@ class OptimizerTarget:
         return bool(shape) if param.ndim else path not in COUNTERS
 
     @cached_property
-    def _held(self) -> Contents:
-        """What the optimizer holds now."""
-        return contents_of(self.optimizer)
-
-    @cached_property
     def _in_host_memory(self) -> set[torch.Tensor]:
         """The parameters whose state the device may have no room for."""
         return registered.optimizers.in_host_memory(self.optimizer)
@@ -298,10 +248,6 @@ class OptimizerTarget:
         chosen = [decode(options, _scalar, "optimizer options") for options in self._options]
         for key in (key for options in chosen for key in options if key in NO_OPTIONS):
             raise CorruptError(f"optimizer options: '{key}' is not an option")
-        if loads_by_itself(self.optimizer):
-            kept = {param: state for param, state in self._held.states.items() if param not in self._fresh}
-            load_by_itself(self.optimizer, kept | self._states, chosen, self._added)
-            return
         for param in self._fresh:
             self.optimizer.state.pop(param, None)
         for param, state in self._states.items():
