@@ -9,9 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 # Names of torch's functions and classes in files of `torch.save` (those that rebuild a tensor) and in metadata of DCP.
 # They are part of the format. We only compare with them; nothing of these names is imported or called.
 PICKLED_TENSORS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
-PICKLED_PARAMETER = "torch._utils._rebuild_parameter"
-PICKLED_PARAMETERS = (PICKLED_PARAMETER, "torch._utils._rebuild_parameter_with_state")
-PICKLED_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+PICKLED_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 PICKLED_DCP_FILE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 PICKLED_DCP_METADATA = (
     PICKLED_DCP_FILE,
@@ -20,7 +18,6 @@ PICKLED_DCP_METADATA = (
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
     "torch.serialization._get_layout",
 )
-PICKLED_TENSOR_CLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -236,8 +236,9 @@ def test_hostile_pickles(program: bytes) -> None:
 
 def test_pickles_of_all_versions() -> None:
     """What Python writes comes back as it was; classes are notes."""
-    value = {"a": [1, -5, 1 << 70, 2.5, None, True], 3: ("x", "ä\ud800"), "b": b"\x00\xff", "long": "y" * 300}
+    value = {"a": [1, -5, 1 << 70, 2.5, None, True], 3: ("x", "ä\ud800"), "long": "y" * 300}
     for version in (2, 3, 4, 5):
+        value |= {"b": b"\x00\xff"} if version > 2 else {}
         assert plain(unpickle(io.BytesIO(pickle.dumps(value, version)), "x"), "x") == value
         made = unpickle(io.BytesIO(pickle.dumps(Evil(Path("z")), version)), "x")
         assert isinstance(made, Made) and (made.kind, made.args) == ("posix.mkdir", ("z",))

@@ -115,17 +115,6 @@ def test_files_of_torch_before_1_6(tmp_path: Path) -> None:
         check(tmp_path)
 
 
-def test_torch_file_with_attributes(tmp_path: Path) -> None:
-    """Attributes that somebody set on a tensor or parameter are left out; the values count."""
-    tensors: dict[str, Any] = {
-        name: nn.Parameter(value) if place % 2 else value.clone() for place, (name, value) in enumerate(STATE.items())
-    }
-    for tensor in tensors.values():
-        tensor.origin = "a note"
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
-    check(tmp_path)
-
-
 def test_torch_file_with_something_else(tmp_path: Path) -> None:
     """One entry that cannot be read, and the others can. The file is not damaged."""
     other = {"config": {"a": 1}, "z": torch.zeros(2, dtype=torch.complex128)}

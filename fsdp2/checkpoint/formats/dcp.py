@@ -38,7 +38,6 @@ RANK_METADATA = re.compile(r"__\d+\.metadata")
 MAX_VALUE_BYTES = 1 << 28
 # The names that users give to the model's part of a state dict, and to the number of steps.
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
-STEPS = ("step", "global_step")
 NO_OPTIONS = ("params", "param_names")  # keys of a param group
 
 
@@ -91,7 +90,6 @@ class DcpCatalog(Catalog):
         for section, names in self._of.items():
             infos = ((name, items[key].info) for name, key in names.items())
             self.tensors[section] = {name: info for name, info in infos if info is not None}
-        self.step = self._find_step()
 
     def _sort(self) -> None:
         """Find out what belongs where; what belongs nowhere, or cannot be read, is left out."""
@@ -133,28 +131,6 @@ class DcpCatalog(Catalog):
             if name in self._of["optimizer"]:
                 raise CheckpointError(f"two optimizers have a '{name}': {self._of['optimizer'][name]} and {key}")
             self._of["optimizer"][name] = key
-
-    def _find_step(self) -> int | None:
-        """A number called "step" at the top, or one level below ("train_state"); None if there is none."""
-        for key in [*self.left_out[""]]:
-            item = self._items[key]
-            if item.path[-1] in STEPS and len(item.path) <= 2 and item.chunks:
-                value = self._count(key)
-                if value is not None:
-                    del self.left_out[""][key]
-                    return value
-        return None
-
-    def _count(self, key: str) -> int | None:
-        info = self._items[key].info
-        if info is not None and (prod(info.shape) != 1 or not self._items[key].is_readable):
-            return None
-        try:
-            value = self._value(key)
-        except NotPlain:
-            return None
-        value = value.item() if isinstance(value, torch.Tensor) else value
-        return value if type(value) is int and value >= 0 else None
 
     def read_values(self, section: str) -> Sequence[Mapping[str, Any]]:
         """See `Catalog`.

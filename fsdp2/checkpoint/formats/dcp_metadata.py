@@ -23,7 +23,6 @@ __all__ = ["Item", "Path", "Range", "read_metadata"]
 # A name split into parts, as the state dict was nested: ``("optimizer", "state", "0.weight", "exp_avg")``.
 Path = tuple[str | int, ...]
 
-BLOCK = 1 << 20
 MAX_TEXT = 1 << 16
 
 _PACKAGE = "torch.distributed.checkpoint.metadata."
@@ -36,7 +35,7 @@ _DTYPES = {str(dtype): name for name, dtype in DTYPES.items()}
 _ALLOWED = frozenset(
     {
         *PICKLED_DCP_METADATA,
-        "builtins.getattr",  # see `_member`
+        "builtins.getattr",  # Python 3.11.2, of Debian 12, names an enum's member so
         "collections.OrderedDict",
         "torch.Size",
         *(f"{module}.{kind}" for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "PurePosixPath")),
@@ -85,8 +84,7 @@ def read_metadata(reader: Reader, file: str) -> dict[str, Item]:
         CorruptError: it is damaged, lists something unexpected, or a file outside of the folder.
         UnsupportedError: the files were written through an extension (compression, encryption).
     """
-    window = Window(reader, file, 0, reader.size, BLOCK, MAX_TEXT)
-    metadata = unpickle(window, file, _ALLOWED, makers={"builtins.getattr": _member})
+    metadata = unpickle(Window(reader, 0, reader.size, MAX_TEXT), file, _ALLOWED)
     try:
         ranges = {
             (_field(index, "MetadataIndex", "fqn", str), _place(index.field("offset"))): _range(index, info, file)
@@ -145,15 +143,6 @@ def _range(index: Made, info: Any, file: str) -> Range:
     if not _is_size(offset) or not _is_size(length):
         raise CorruptError(f"{file}: '{fqn}' is at bytes {shown(offset)} and has {shown(length)} bytes")
     return Range(check_file_name(info.field("relative_path"), file), offset, length)
-
-
-def _member(args: tuple[Any, ...]) -> Made:
-    """A note of an enum's member, which some versions of Python 3.11 (3.11.2, of Debian 12) pickle as
-    ``getattr(enum, name)``."""
-    kind, name = args
-    if not isinstance(kind, Named) or type(name) is not str:
-        raise ValueError("an attribute of something that is no class")
-    return Made(kind.kind, (name,))
 
 
 def _field(made: Any, kind: str, name: str, expected: type) -> Any:

@@ -14,13 +14,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from fsdp2._torch.checkpoint import (
-    PICKLED_PARAMETER,
-    PICKLED_PARAMETERS,
-    PICKLED_SUBCLASS,
-    PICKLED_TENSOR_CLASSES,
-    PICKLED_TENSORS,
-)
+from fsdp2._torch.checkpoint import PICKLED_PARAMETERS, PICKLED_TENSORS
 from fsdp2.checkpoint.formats.unpickling import Made, Named, NotPlain, unpickle
 from fsdp2.checkpoint.io.pieces import StoredPiece
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
@@ -32,11 +26,10 @@ from fsdp2.placement.box import Box
 
 __all__ = ["LEGACY", "START", "TensorInFile", "Window", "read_torch_file"]
 
-EDGE = 4096  # bytes at either end of an archive, which hold nearly everything but the tensors
+EDGE = 4096  # bytes of a request: nearly everything in an archive but the tensors is at its ends
 MAX_READ = 1 << 28  # bytes of anything but tensors: the pickle, the directory of the archive
 MAX_DIRECTORY = 1 << 25  # bytes of the archive's directory: its entries take about ten times the memory
 MAX_PIECES = 1 << 18
-MAX_LINE = 1 << 16
 
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # how files of torch before 1.6 begin
 START = b"PK\3\4"
@@ -130,7 +123,7 @@ def read_torch_file(reader: Reader, path: str, start: int = 0, length: int | Non
         )
     where = f"{path}, bytes {start}..{start + length}"
     try:
-        return _Archive(Window(reader, path, start, length, EDGE, MAX_DIRECTORY), where).content()
+        return _Archive(path, Window(reader, start, length, MAX_DIRECTORY), start, length, where).content()
     except (
         zipfile.BadZipFile,
         NotImplementedError,
@@ -145,71 +138,53 @@ def read_torch_file(reader: Reader, path: str, start: int = 0, length: int | Non
         ) from error
 
 
-class Window:
-    """A part of a file as the file object that `zipfile` and `pickle` need. It is read block by block, as far as it is
-    asked for: few requests to a remote storage, and a file may consist mostly of holes.
-
-    Args:
-        block: the bytes of a request.
+class Window(io.BufferedReader):
+    """A part of a file as the file object that `zipfile` and `pickle` need. It is read as far as it is asked for: a
+    file may consist mostly of holes.
 
     Attributes:
         limit: the most bytes that one read may take.
     """
 
-    def __init__(self, reader: Reader, path: str, start: int, length: int, block: int, limit: int):
-        self.path, self.start, self.length, self.limit = path, start, length, limit
-        self._reader = reader
-        self._size = block
-        self._at = self._low = 0
-        self._block = b""
+    def __init__(self, reader: Reader, start: int, length: int, limit: int):
+        super().__init__(_Raw(reader, start, length), EDGE)
+        self.limit = limit
 
-    def seekable(self) -> bool:
-        """`zipfile` calls this."""
+    def read(self, count: int | None = -1, /) -> bytes:
+        """The next bytes; fewer at the end."""
+        if count is not None and count > self.limit:
+            raise ValueError(f"claims {count} bytes beside its tensors, more than is possible")
+        return super().read(count)
+
+
+class _Raw(io.RawIOBase):
+    def __init__(self, reader: Reader, start: int, length: int):
+        self._reader, self._start, self._length, self._at = reader, start, length, 0
+
+    def readable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        """The position of the next read."""
-        return self._at
+    def seekable(self) -> bool:
+        return True
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Set the position of the next read."""
-        self._at = offset + (0, self._at, self.length)[whence]
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
         if self._at < 0:
             raise ValueError("a position before the beginning")
         return self._at
 
-    def read(self, count: int = -1) -> bytes:
-        """The next bytes; fewer at the end."""
-        at = self._at - self._low
-        if at < 0 or count < 0 or at + count > len(self._block):
-            left = max(self.length - self._at, 0)
-            count = left if count < 0 else min(count, left)
-            if count > self.limit:
-                raise CorruptError(f"{self.path}: claims {count} bytes beside its tensors, more than is possible")
-            self._low = min(self._at, max(self.length - self._size, 0))  # at the end all of the last block
-            at = self._at - self._low
-            content = bytearray(min(max(at + count, self._size), self.length - self._low))
-            self._reader.read_into(self.start + self._low, memoryview(content))
-            self._block = bytes(content)
-        self._at += count
-        return self._block[at : at + count]
-
-    def readline(self) -> bytes:
-        """The next bytes up to an end of line."""
-        line = bytearray()
-        while not line.endswith(b"\n") and (byte := self.read(1)):
-            line += byte
-            if len(line) > MAX_LINE:
-                raise ValueError("a long name")
-        return bytes(line)
+    def readinto(self, buffer: Any, /) -> int:
+        into = memoryview(buffer)[: max(self._length - self._at, 0)]
+        self._reader.read_into(self._start + self._at, into)
+        self._at += into.nbytes
+        return into.nbytes
 
 
 class _Archive:
     """A zip archive of torch.save."""
 
-    def __init__(self, window: Window, where: str):
-        self._window = window
-        self._where = where
+    def __init__(self, path: str, window: Window, start: int, length: int, where: str):
+        self._path, self._window, self._start, self._length, self._where = path, window, start, length, where
         with zipfile.ZipFile(window) as archive:
             self._entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         window.limit = MAX_READ
@@ -220,8 +195,7 @@ class _Archive:
             raise CorruptError(f"{self._where}: was written on a machine with another byte order")
         rebuild = {
             **dict.fromkeys(PICKLED_TENSORS, self._tensor),
-            **dict.fromkeys(PICKLED_PARAMETERS, lambda args: args[0]),
-            PICKLED_SUBCLASS: self._typed,
+            **dict.fromkeys(PICKLED_PARAMETERS, lambda tensor, *_: tensor),
         }
         content = self._read("data.pkl")
         try:
@@ -243,7 +217,7 @@ class _Archive:
         offset = (
             entry.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         )
-        if offset + entry.file_size > self._window.length:
+        if offset + entry.file_size > self._length:
             raise zipfile.BadZipFile(f"'{name[:80]}' goes beyond the end")
         return offset, entry.file_size
 
@@ -263,19 +237,9 @@ class _Archive:
         if not isinstance(key[1], Named) or type(key[2]) is not str:
             raise ValueError("a reference to memory without a class or name")
         offset, size = self._range(f"data/{key[2]}")
-        return key[1], self._window.start + offset, size
+        return key[1], self._start + offset, size
 
-    def _typed(self, args: tuple[Any, ...]) -> Any:
-        """A tensor or parameter with extra attributes, which are dropped; subclasses stay notes."""
-        function, kind, own, _ = args
-        if kind.kind in PICKLED_TENSOR_CLASSES:
-            if function.kind in PICKLED_TENSORS:
-                return self._tensor(own)
-            if function.kind == PICKLED_PARAMETER:
-                return own[0]
-        return Made("torch.Tensor", args)
-
-    def _tensor(self, args: tuple[Any, ...]) -> Any:
+    def _tensor(self, *args: Any) -> Any:
         """A tensor, from the arguments of one of `PICKLED_TENSORS`."""
         (kind, offset, size), first, shape, steps, _, _, *rest = args
         name = _STORAGES.get(kind.kind)
@@ -292,4 +256,4 @@ class _Archive:
         itemsize = ITEMSIZES[name]
         if prod(shape) and last * itemsize > size:
             raise ValueError(f"a tensor of shape {list(shape)} in memory of {size} bytes")
-        return TensorInFile(self._window.path, name, shape, steps, offset + first * itemsize)
+        return TensorInFile(self._path, name, shape, steps, offset + first * itemsize)

@@ -10,23 +10,20 @@ DCP write them.
 import pickle
 import struct
 from collections.abc import Callable, Container, Mapping
-from pickle import _Unpickler  # in Python, since the operations of the one in C cannot be replaced
-from typing import Any
+from pickle import _Unpickler  # in Python: the one in C makes room for any number that a file gives to a memo's entry
+from typing import Any, ClassVar
 
 from fsdp2.errors import CorruptError
 
 __all__ = ["Made", "Maker", "Named", "NotPlain", "plain", "shown", "unpickle"]
 
-# Given the arguments, returns what they build.
-Maker = Callable[[tuple[Any, ...]], Any]
+# Called with the arguments of a class or function.
+Maker = Callable[..., Any]
 
 MAX_DEPTH = 64
 MAX_ITEMS = 20_000_000
 MAX_INT_BYTES = 512  # Python does not print longer ones
 MAX_NAME = 1000
-# Objects per byte: an empty list takes 64 times its code. Honest pickles build an object from every third byte.
-FREE_OBJECTS = 1 << 20
-BYTES_AN_OBJECT = 2
 
 
 class NotPlain(CorruptError):
@@ -34,16 +31,20 @@ class NotPlain(CorruptError):
 
 
 class Named:
-    """A class or function that a pickle names, or a value of a module, such as ``torch.float32``.
+    """A class or function that a pickle names, or a value of a module, such as ``torch.float32``. Calling it makes a
+    note, or what `maker` returns.
 
     Attributes:
         kind: module and name.
     """
 
-    __slots__ = ("kind",)
-
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, maker: Maker | None = None):
         self.kind = kind
+        self._maker = maker
+        self.__new__ = lambda cls, *args: self(*args)  # type: ignore[method-assign]  # pickle calls it
+
+    def __call__(self, *args: Any) -> Any:
+        return Made(self.kind, args) if self._maker is None else self._maker(*args)
 
     def __repr__(self) -> str:
         return f"<{self.kind}>"
@@ -65,12 +66,40 @@ class Made:
         self.args = args
         self.state: Any = None
 
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
     def __repr__(self) -> str:
         return f"<an object of {self.kind}>"
 
     def field(self, name: str) -> Any:
         """An attribute that it would have had; None if it would not have it."""
         return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+class _Dict(dict[Any, Any]):
+    """An `OrderedDict`, without the attributes that a state dict of a module has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _size(sizes: Any = ()) -> Any:
+    if type(sizes) is not tuple or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
+        raise ValueError("a torch.Size of no sizes")
+    return sizes
+
+
+# What is plain data here. Nothing is copied: a file of few bytes could ask for that again and again.
+_PLAIN: dict[str, Maker] = {
+    "collections.OrderedDict": _Dict,
+    "collections.defaultdict": lambda *args: {},
+    "builtins.set": lambda items=(): items,
+    "torch.Size": _size,
+}
 
 
 def unpickle(
@@ -83,7 +112,7 @@ def unpickle(
     """The content of a pickle.
 
     Args:
-        file: with methods ``read(count)``, ``readline()`` and ``tell()``.
+        file: with methods ``read(count)`` and ``readline()``.
         where: the file, for messages.
         allowed: the classes and functions that it may name; None for any (they only become notes).
         persistent: is called with a reference to something stored elsewhere, and returns what replaces it.
@@ -92,7 +121,18 @@ def unpickle(
     Raises:
         CorruptError: it is damaged, or names something that is not allowed.
     """
-    reader = _Reader(file, where, allowed, persistent, {**_PLAIN, **(makers or {})})
+    makers = {**_PLAIN, **(makers or {})}
+
+    def named(module: str, name: str) -> Named:
+        if len(module) + len(name) > MAX_NAME:
+            raise ValueError("a name that is too long")
+        kind = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        if allowed is not None and kind not in allowed:
+            raise CorruptError(f"{where}: asks for {kind[:200]}, which no such file needs. Nothing has been executed.")
+        return Named(kind, makers.get(kind))
+
+    reader: Any = _Reader(file)
+    reader.find_class, reader.persistent_load = named, persistent
     try:
         return reader.load()
     except CorruptError:
@@ -111,17 +151,16 @@ def plain(value: Any, where: str) -> Any:
 
     def copy(item: Any, depth: int) -> Any:
         nonlocal items
-        kind = type(item)
-        if kind in _LEAVES:
+        if type(item) in _LEAVES:
             return item
-        if kind not in (list, tuple, dict):
+        if not isinstance(item, (list, tuple, dict)):
             raise NotPlain(f"{where}: expected numbers, strings, lists, tuples and dicts, got {shown(item)}")
         items += 100 + len(item)  # a container takes as much memory as many numbers
         if depth > MAX_DEPTH or items > MAX_ITEMS:
             raise NotPlain(f"{where}: plain data nested too deeply, or too much of them")
-        if kind is dict:
+        if isinstance(item, dict):
             return {key: copy(one, depth + 1) for key, one in item.items()}
-        return kind([copy(one, depth + 1) for one in item])
+        return type(item)([copy(one, depth + 1) for one in item])
 
     return copy(value, 0)
 
@@ -137,149 +176,49 @@ def shown(value: Any) -> str:
 
 
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
-
-
-def _is_key(value: Any) -> bool:
-    """Whether a value may be a key of a dict. Hashing it must be fast; hashing nested tuples may never end."""
-    if type(value) is tuple:
-        return len(value) <= 16 and all(type(item) in (bool, int, str) for item in value)
-    return type(value) in _LEAVES or isinstance(value, (Made, Named))
-
-
-def _empty(args: tuple[Any, ...]) -> dict[Any, Any]:
-    if args and args != ([],):
-        raise ValueError("a dict made of something")
-    return {}
-
-
-def _size(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    sizes = tuple(args[0])
-    if not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
-        raise ValueError("a torch.Size of no sizes")
-    return sizes
-
-
-# Classes whose objects are plain data here, and the function that old pickles use for bytes.
-_PLAIN: dict[str, Maker] = {
-    "collections.OrderedDict": _empty,
-    "collections.defaultdict": lambda args: {},
-    "builtins.dict": _empty,
-    "builtins.list": lambda args: [],
-    "builtins.set": lambda args: list(args[0]) if args and type(args[0]) is list else [],
-    "torch.Size": _size,
-    "_codecs.encode": lambda args: args[0].encode("latin1"),
-}
-
-
-class _Reader(_Unpickler):
-    """The standard library's reader, with those operations replaced that would import, call or hash what a file
-    names."""
-
-    stack: list[Any]
-
-    def __init__(
-        self,
-        file: Any,
-        where: str,
-        allowed: Container[str] | None,
-        persistent: Callable[[Any], Any] | None,
-        makers: Mapping[str, Maker],
-    ):
-        super().__init__(file)
-        self._file, self._where, self._allowed, self._persistent = file, where, allowed, persistent
-        self._makers = makers
-        self._made = self._copied = 0
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The note of a class or function."""
-        if len(module) + len(name) > MAX_NAME:
-            raise ValueError("a name that is too long")
-        kind = f"{'builtins' if module == '__builtin__' else module}.{name}"
-        if self._allowed is not None and kind not in self._allowed:
-            raise CorruptError(
-                f"{self._where}: asks for {kind[:200]}, which no such file needs. Nothing has been executed."
-            )
-        return Named(kind)
-
-    def persistent_load(self, pid: Any) -> Any:
-        """What is stored elsewhere."""
-        if self._persistent is None:
-            raise ValueError("a reference to something outside")
-        return self._persistent(pid)
-
-    def make(self, keywords: int = 0) -> None:
-        """Note a call, or the creation of an object; keywords are dropped."""
-        del self.stack[len(self.stack) - keywords :]
-        maker, args = self.stack[-2:]
-        if not isinstance(maker, Named) or type(args) is not tuple:
-            raise ValueError("a call of what was not named")
-        simple = self._makers.get(maker.kind)
-        if simple is not None:
-            # Honest pickles use each argument once, and need no more than their length.
-            self._copied += sum(len(arg) for arg in args if type(arg) in (str, bytes, list, tuple, dict))
-            if self._copied > 4 * self._file.tell() + (1 << 16):
-                raise ValueError("much more content than it has bytes")
-        self.stack[-2:] = [Made(maker.kind, args) if simple is None else simple(args)]
-
-    def count(self) -> None:
-        """Count an object, or an entry of the memo."""
-        self._made += 1
-        if self._made > FREE_OBJECTS and self._made > FREE_OBJECTS + self._file.tell() // BYTES_AN_OBJECT:
-            raise CorruptError(
-                f"{self._where}: {self._made} objects in {self._file.tell()} bytes, more than is possible"
-            )
-
-    def build(self) -> None:
-        """Set the state of the object on top; attributes of a dict's subclass are dropped."""
-        state = self.stack.pop()
-        if isinstance(self.stack[-1], Made):
-            self.stack[-1].state = state
-        elif type(self.stack[-1]) is not dict:
-            raise ValueError("a state for what has none")
-
-    def set_items(self, items: list[Any]) -> None:
-        """Add to the dict on top."""
-        if type(self.stack[-1]) is not dict or not all(map(_is_key, items[::2])):
-            raise ValueError("a key that is neither a number nor a text, or no dict")
-        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
-
-    def set_item(self) -> None:
-        """Likewise, one entry."""
-        items = [*self.stack[-2:]]
-        del self.stack[-2:]
-        self.set_items(items)
-
-
 _DAMAGE = (IndexError, KeyError, TypeError, ValueError, struct.error, AttributeError, EOFError, OverflowError)
-# The operations of versions 2 to 5, but for those that make large objects of a few bytes.
+# The operations of versions 2 to 5 that cost no more than they have bytes.
 _READ = (
     "PROTO FRAME MARK STOP POP POP_MARK NONE NEWTRUE NEWFALSE BININT1 BININT2 BININT LONG1 BINFLOAT BINUNICODE "
     "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
-    "APPEND APPENDS EMPTY_DICT BINGET LONG_BINGET BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL BINPERSID"
+    "APPEND APPENDS EMPTY_DICT BINGET LONG_BINGET BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL BINPERSID REDUCE "
+    "NEWOBJ BUILD SETITEM SETITEMS"
 )
-_theirs: dict[int, Callable[[Any], None]] = _Unpickler.dispatch
-_Reader.dispatch = {getattr(pickle, name)[0]: _theirs[getattr(pickle, name)[0]] for name in _READ.split()} | {
-    pickle.FRAME[0]: lambda self: self.read(8),  # only helps readers of streams
-    # Sets are lists here: nothing needs to be hashed.
-    pickle.EMPTY_SET[0]: _theirs[pickle.EMPTY_LIST[0]],
-    pickle.ADDITEMS[0]: _theirs[pickle.APPENDS[0]],
-    pickle.FROZENSET[0]: _theirs[pickle.LIST[0]],
-    pickle.SETITEM[0]: _Reader.set_item,
-    pickle.SETITEMS[0]: lambda self: self.set_items(self.pop_mark()),
-    pickle.REDUCE[0]: _Reader.make,
-    pickle.NEWOBJ[0]: _Reader.make,
-    pickle.NEWOBJ_EX[0]: lambda self: self.make(1),
-    pickle.BUILD[0]: _Reader.build,
-}
 
 
-def _counted(operation: Callable[[Any], None]) -> Callable[[Any], None]:
-    def run(reader: _Reader) -> None:
-        reader.count()
-        operation(reader)
+class _Reader(_Unpickler):
+    """The standard library's reader of only these operations, and of keys whose hash is fast."""
 
-    return run
+    dispatch: ClassVar[dict[int, Any]] = {
+        getattr(pickle, name)[0]: _Unpickler.dispatch[getattr(pickle, name)[0]] for name in _READ.split()
+    }
+    stack: list[Any]
+
+    def load_frame(self) -> None:
+        """Frames only help readers of streams."""
+        self.read(8)  # type: ignore[attr-defined]
+
+    def load_setitem(self) -> None:
+        """Add to a dict."""
+        items = self.stack[-2:]
+        del self.stack[-2:]
+        self._set(items)
+
+    def load_setitems(self) -> None:
+        """Add several items to a dict."""
+        self._set(self.pop_mark())  # type: ignore[attr-defined]
+
+    def _set(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if not isinstance(target, dict) or not all(map(_is_key, items[::2])):
+            raise ValueError("a key that is neither a number nor a text, or no dict")
+        target.update(zip(items[::2], items[1::2], strict=True))
+
+    dispatch |= {pickle.FRAME[0]: load_frame, pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems}
 
 
-for _code in b"()]}tRqrbc\x81\x85\x86\x87\x8f\x91\x92\x93\x94":  # those that make an object, or an entry of the memo
-    _Reader.dispatch[_code] = _counted(_Reader.dispatch[_code])
+def _is_key(value: Any) -> bool:
+    """Whether a value may be a key of a dict. Hashing nested tuples may never end."""
+    if type(value) is tuple:
+        return len(value) <= 16 and all(type(item) in (bool, int, str) for item in value)
+    return type(value) in _LEAVES or isinstance(value, (Made, Named))
