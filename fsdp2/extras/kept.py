@@ -1,10 +1,10 @@
 """Values that a group keeps when it reshards, so that it need not gather them again. Layer: extras.
 
-=====================  =============================================================================================
-`SameAddress`          the memory, not its values: `set_keep_unsharded_storage`
-`Frozen`, `OnHost`     of frozen parameters, on the device or as a copy in host memory: `ZeroPolicy(keep_frozen=...)`
-`kept_for_evaluation`  of a root between two forwards without gradients, if the shards of all ranks still have them
-=====================  =============================================================================================
+==================  ================================================================================================
+`SameAddress`       the memory, not its values: `set_keep_unsharded_storage`
+`Frozen`, `OnHost`  of frozen parameters, on the device or as a copy in host memory: `ZeroPolicy(keep_frozen=...)`
+`Evaluated`         of a root between two forwards without gradients, if the shards of all ranks still have them
+==================  ================================================================================================
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from fsdp2.extras.in_place import own_rows
 from fsdp2.runtime import hooks
 from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.source import Around
+from fsdp2.runtime.source import Around, Source
 from fsdp2.runtime.storage import ReleasedMemory
 
 
@@ -30,19 +30,57 @@ class SameAddress(Around):
 
     follows_compute = True
 
-    def release(self, group: Bucket, memory: ReleasedMemory) -> None:
+    def release(self, group: Bucket, memory: ReleasedMemory, keep_values: bool) -> None:
         pass
 
 
-class Frozen(Around):
-    """Keeps memory and values while no parameter of the group requires a gradient."""
+class Keeping(Around):
+    """Keeps memory and values where it is told to.
 
-    def release(self, group: Bucket, memory: ReleasedMemory) -> None:
+    Attributes:
+        is_current: asks whether the kept values are those that a gather would give; None if there are none.
+    """
+
+    is_current: Callable[[], bool] | None = None
+
+    def keep(self, is_current: Callable[[], bool]) -> None:
+        """In place of a release."""
+        self.is_current, self.follows_compute = is_current, True
+
+    def start(self, group: Bucket) -> Callable[[], None]:
+        is_current, self.is_current = self.is_current, None
+        self.follows_compute = self.inner.follows_compute
+        return _nothing if is_current is not None and is_current() else self.inner.start(group)
+
+    def forget(self, memory: ReleasedMemory) -> None:
+        if self.is_current is not None:
+            self.is_current = None
+            memory.release(self.base)
+        self.inner.forget(memory)
+
+
+class Frozen(Keeping):
+    """While no parameter of the group requires a gradient."""
+
+    def release(self, group: Bucket, memory: ReleasedMemory, keep_values: bool) -> None:
         if any(group.gradients.trainable):
-            self.inner.release(group, memory)
+            self.inner.release(group, memory, keep_values)
         else:
             versions = group.seen.versions
-            self.kept = lambda: versions == group.seen.now()
+            self.keep(lambda: versions == group.seen.now())
+
+
+class Evaluated(Keeping):
+    """After a forward without gradients, of a group whose values can be compared with the shards, and whose gather
+    communicates at all."""
+
+    def release(self, group: Bucket, memory: ReleasedMemory, keep_values: bool) -> None:
+        roles, is_plain = group.roles, not any(param.is_extended for param in group.params)
+        is_kept = group.keep == "host" or (group.keep is True and not any(group.gradients.trainable))
+        if keep_values and is_plain and not is_kept and roles.shard_group is not None and not roles.sharded_replicas:
+            self.keep(partial(_agrees, group, group.seen.versions))
+        else:
+            self.inner.release(group, memory, keep_values)
 
 
 class OnHost(Around):
@@ -58,14 +96,15 @@ class OnHost(Around):
         self.copy = None
         return self.inner.start(group)
 
-    def release(self, group: Bucket, memory: ReleasedMemory) -> None:
+    def release(self, group: Bucket, memory: ReleasedMemory, keep_values: bool) -> None:
         if self.copy is None and _is_frozen(group):
             with torch.no_grad(), memory.streams.gathering():
                 self.copy = HostCopy(group.params, group.seen.versions)
-        self.inner.release(group, memory)
+        self.inner.release(group, memory, keep_values)
 
-    def forget(self) -> None:
+    def forget(self, memory: ReleasedMemory) -> None:
         self.copy = None
+        self.inner.forget(memory)
 
 
 def _is_frozen(group: Bucket) -> bool:
@@ -101,15 +140,12 @@ def _wholes(params: Sequence[ManagedParameter]) -> list[torch.Tensor]:
     return [whole.view(-1) for whole in wholes if whole is not None]
 
 
-def kept_for_evaluation(group: Bucket) -> Callable[[], bool] | None:
-    """What tells whether the values are current, for a group whose values can be compared with the shards, and whose
-    gather communicates at all."""
-    roles, is_plain = group.roles, not any(param.is_extended for param in group.params)
-    if roles.shard_group is None or roles.sharded_replicas or not is_plain or group.keep == "host":
-        return None
-    if group.keep is True and not any(group.gradients.trainable):
-        return None  # `Frozen` keeps them
-    return partial(_agrees, group, group.seen.versions)
+def _for_evaluation(source: Source) -> Source:
+    return source if isinstance(source, Evaluated) else Evaluated(source)
+
+
+def _nothing() -> None:
+    """The values are there."""
 
 
 def _maximum(flag: torch.Tensor, what: What) -> None:
@@ -146,4 +182,4 @@ def _has_shard(param: ManagedParameter) -> bool:
 
 
 hooks.keeps.update({"storage": SameAddress, True: Frozen, "host": OnHost})
-hooks.keep_values.append(kept_for_evaluation)
+hooks.keep_values.append(_for_evaluation)

@@ -99,33 +99,25 @@ class Bucket:
         is_converted = self.phase is Phase.SHARDED and not self.changing
         if is_converted and (is_converted := self.seen.ids != [*map(id, map(local_of, self.seen.sharded))]):
             self._follow_shards(memory)  # since the step began
-        source, kept = self.source, None
-        if source is not None and source.kept is not None:
-            kept, source.kept = source.kept, None
-        if kept is not None and kept():
-            self._under_way = _nothing
-        else:
-            streams = memory.streams
-            # Compute may still use the part that was kept, memory that was kept, and shards just converted.
-            is_free = self.phase is Phase.SHARDED and kept is None and (source is None or not source.follows_compute)
-            used = None if is_free and not is_converted else streams.record()
-            named = profiler_range("FSDP::all_gather", self.channel.fqn) if profiler_is_on() else NOTHING
-            with named, streams.gathering():
-                # Unsharded storage and the packed buffer are allocated, filled and freed on this stream. The compute
-                # stream reads the unsharded storage after waiting for the event recorded below; `memory` keeps it until
-                # this stream has waited for the end of that use. The packed buffer is only used on this stream.
-                streams.wait(used)
-                for wait in tuple(self.changing):
-                    wait(True)
-                if memory.released:
-                    memory.make_room(None if source is None else source.base, prefetching)
-                finish = (source or self._choose_source()).start(self)
-                if not streams.lazy:
-                    finish()
-                    finish = partial(streams.wait, streams.record())
-                self._under_way = finish
-            if self.phase is Phase.PART:
-                self._under_way = partial(self._finish_part, finish)
+        source, streams = self.source, memory.streams
+        # Compute may still use what was kept, and shards just converted.
+        is_free = self.phase is Phase.SHARDED and (source is None or not source.follows_compute)
+        used = None if is_free and not is_converted else streams.record()
+        named = profiler_range("FSDP::all_gather", self.channel.fqn) if profiler_is_on() else NOTHING
+        with named, streams.gathering():
+            # Unsharded storage and the packed buffer are allocated, filled and freed on this stream. The compute stream
+            # reads the unsharded storage after waiting for the event recorded below; `memory` keeps it until this
+            # stream has waited for the end of that use. The packed buffer is only used on this stream.
+            streams.wait(used)
+            for wait in tuple(self.changing):
+                wait(True)
+            if memory.released:
+                memory.make_room(None if source is None else source.base, prefetching)
+            finish = (source or self._choose_source()).start(self)
+            if not streams.lazy:
+                finish()
+                finish = partial(streams.wait, streams.record())
+        self._under_way = finish if self.phase is Phase.SHARDED else partial(self._finish_part, finish)
         self.phase = Phase.GATHERING
 
     def _choose_source(self) -> Source:
@@ -197,10 +189,9 @@ class Bucket:
                 self.changes.check_none()
             if to is Phase.PART:
                 forms = source.keep_part(self) or forms
-            if keep_values:
-                source.kept = next(filter(None, (keep(self) for keep in hooks.keep_values)), None)
-            if source.kept is None:
-                source.release(self, memory)
+            for wrap in hooks.keep_values if keep_values else ():
+                source = self.source = wrap(source)
+            source.release(self, memory, keep_values)
         self.seen.slots.put(forms)
         if source.keeps_part and to is Phase.SHARDED:
             with memory.streams.gathering():
@@ -213,24 +204,15 @@ class Bucket:
         is_converted = self.phase is Phase.UNSHARDED and any(self.changes.converted())
         self.adopt_changes()
         self.reshard(memory)
-        if to_change:
-            self.forget_kept(memory)
+        if to_change and self.source is not None:
+            self.source.forget(memory)
         if is_converted:
             self._drop_unsharded()
-
-    def forget_kept(self, memory: ReleasedMemory) -> None:
-        """Sharded parameters will change: free what was kept of the unsharded ones."""
-        if self.source is not None:
-            self.source.forget()
-            if self.source.kept is not None:
-                self.source.kept = None
-                memory.release(self.source.base)
 
     def set_keep(self, keep: Any) -> None:
         """Keep something else from now on."""
         self.keep = keep
         if self.source is not None:
-            self.source.base.kept = None
             self.source = wrapped(self.source.base, self)
 
     def follow_settings(self, other: "Bucket") -> None:
@@ -263,7 +245,8 @@ class Bucket:
     def _follow_shards(self, memory: ReleasedMemory) -> None:
         with torch.inference_mode(False), torch.no_grad():
             if self.seen.is_converted():
-                self.forget_kept(memory)
+                if self.source is not None:
+                    self.source.forget(memory)
                 self.refresh()
             else:
                 self.seen.warn_of_assigned_data()
@@ -364,7 +347,3 @@ def _in_memory_order(params: Sequence[ManagedParameter], channel: Channel) -> li
         return lane is not Lane.PACKED, len(param.sharded.shape) < 2
 
     return sorted(params, key=place)
-
-
-def _nothing() -> None:
-    """The values are there."""

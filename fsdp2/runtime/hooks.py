@@ -46,12 +46,12 @@ copies: list[Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]] = []
 in_place: dict[str, Callable[[Any], None]] = {}
 # Where the unsharded values of a `Bucket` come from. A function of `sources` may return a `Shards` of its own kind
 # for a group, or None; one of `around_sources` what it is given, or something around it; one of `keeps` what keeps
-# values at reshard, by `Bucket.keep`. Those of `keep_values` are asked when a group reshards after a forward
-# without gradients: they return None, or what will tell whether the values that stay are still those of the shards.
+# values at reshard, by `Bucket.keep`; one of `keep_values`, called with the source of a group that reshards after a
+# forward without gradients, what keeps values until the next.
 sources: list[Callable[[Any], Any]] = []
 around_sources: list[Callable[[Any, Any], Any]] = []
 keeps: dict[Any, Callable[[Any], Any]] = {}
-keep_values: list[Callable[[Any], Callable[[], bool] | None]] = []
+keep_values: list[Callable[[Any], Any]] = []
 # The `all_gather_dtype`s of `MixedPrecisionPolicy` that a source implements, and its name.
 gather_dtypes: dict[Any, str] = {}
 # Called with an FQN and a local tensor: the object whose hooks change its all-gather, or None.

@@ -38,13 +38,11 @@ class Source:
 
     Attributes:
         follows_compute: compute may still use what `start` writes to.
-        kept: the last `release` has kept the values; asks whether they are those that `start` would give.
         keeps_part: a reshard within a step may keep a part of the values.
     """
 
     follows_compute = False
     keeps_part = False
-    kept: Callable[[], bool] | None = None
 
     @property
     def base(self) -> "Shards":
@@ -56,8 +54,8 @@ class Source:
         on the same stream."""
         raise NotImplementedError
 
-    def release(self, group: Group, memory: ReleasedMemory) -> None:
-        """The group reshards, and compute has issued its last use."""
+    def release(self, group: Group, memory: ReleasedMemory, keep_values: bool) -> None:
+        """The group reshards, and compute has issued its last use. `keep_values`: the shards may stay as they are."""
         raise NotImplementedError
 
     def keep_part(self, group: Group) -> list[nn.Parameter | None] | None:
@@ -73,8 +71,8 @@ class Source:
     def forget_plans(self) -> None:
         """The channel has another `Comm`."""
 
-    def forget(self) -> None:
-        """The shards will change: drop copies of their values."""
+    def forget(self, memory: ReleasedMemory) -> None:
+        """The shards will change: drop what was kept of their values."""
 
 
 class Around(Source):
@@ -92,8 +90,8 @@ class Around(Source):
     def start(self, group: Group) -> Callable[[], None]:
         return self.inner.start(group)
 
-    def release(self, group: Group, memory: ReleasedMemory) -> None:
-        self.inner.release(group, memory)
+    def release(self, group: Group, memory: ReleasedMemory, keep_values: bool) -> None:
+        self.inner.release(group, memory, keep_values)
 
     def keep_part(self, group: Group) -> list[nn.Parameter | None] | None:
         return self.inner.keep_part(group)
@@ -107,8 +105,8 @@ class Around(Source):
     def forget_plans(self) -> None:
         self.inner.forget_plans()
 
-    def forget(self) -> None:
-        self.inner.forget()
+    def forget(self, memory: ReleasedMemory) -> None:
+        self.inner.forget(memory)
 
 
 class Shards(FlatStorage, Source):
@@ -157,7 +155,7 @@ class Shards(FlatStorage, Source):
     def forget_plans(self) -> None:
         self.gather = None
 
-    def release(self, group: Group, memory: ReleasedMemory) -> None:
+    def release(self, group: Group, memory: ReleasedMemory, keep_values: bool) -> None:
         memory.release(self)
 
 
@@ -209,6 +207,8 @@ def _copy(params: Sequence[ManagedParameter], shards: Sequence[torch.Tensor]) ->
 class ReplicaShards(Shards):
     """The padded pieces of the shard axis, in the compute dtype, are gathered over the replicate axis once, until the
     shards may change. The all-gather stream owns their memory."""
+
+    keeps_part = True
 
     def __init__(self, group: Group):
         super().__init__(group)

@@ -21,9 +21,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gather: the event is recorded before the collective ends",
         BUCKET,
-        "                    finish()\n                    finish = partial(streams.wait, streams.record())\n",
-        "                    event = streams.record()\n                    finish()\n"
-        "                    finish = partial(streams.wait, event)\n",
+        "                finish()\n                finish = partial(streams.wait, streams.record())\n",
+        "                event = streams.record()\n                finish()\n"
+        "                finish = partial(streams.wait, event)\n",
         "plain",
     ),
     Mutant(
@@ -36,10 +36,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gather: the event is that of another stream",
         BUCKET,
-        "                if not streams.lazy:\n                    finish()\n"
-        "                    finish = partial(streams.wait, streams.record())\n"
-        "                self._under_way = finish\n",
-        "                finish()\n            self._under_way = partial(streams.wait, streams.record())\n",
+        "            if not streams.lazy:\n                finish()\n"
+        "                finish = partial(streams.wait, streams.record())\n",
+        "            finish()\n        finish = partial(streams.wait, streams.record())\n",
         "plain",
     ),
     Mutant(
@@ -61,8 +60,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gather: copies on the smaller mesh are not in use",
         BUCKET,
-        "self.phase is Phase.SHARDED and kept is None",
-        "kept is None",
+        "self.phase is Phase.SHARDED and (source is None",
+        "(source is None",
         "smaller",
         harmless="`make_room` waits for the release of the unit's memory, which comes after its copies were made",
     ),
