@@ -278,7 +278,7 @@ def interrupted(rank: int, root: str, async_op: bool, delay: float) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     mesh = init_device_mesh("cpu", (RANKS,))
-    write = saving.write_files
+    write = saving.write_file
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         time.sleep(delay)
@@ -286,7 +286,7 @@ def interrupted(rank: int, root: str, async_op: bool, delay: float) -> None:
         time.sleep(delay)
         return written
 
-    saving.write_files = slow  # type: ignore[assignment]
+    saving.write_file = slow  # type: ignore[assignment]
     state, handle = tensors(2, mesh), None
     dist.barrier()
     try:
@@ -339,13 +339,13 @@ import os, signal, sys, threading, time, torch
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import saving
 root, how = sys.argv[1:]
-write = saving.write_files
+write = saving.write_file
 def slow(*args, **kwargs):
     time.sleep(0.3)
     if how == "fails":
         raise OSError(28, "No space left on device")
     return write(*args, **kwargs)
-saving.write_files = slow
+saving.write_file = slow
 state = {"w": torch.arange(8.0)}
 handle = checkpoint.save(root, model=state, optimizer=state, step=1, async_op=True)
 state["w"].zero_()
@@ -399,7 +399,7 @@ def test_a_failure_in_the_background_surfaces(tmp_path: Path, monkeypatch: pytes
 
     for told in (True, False):
         with monkeypatch.context() as patched:
-            patched.setattr(saving, "write_files", fail)
+            patched.setattr(saving, "write_file", fail)
             handle = checkpoint.save(tmp_path, model=state, step=1, async_op=True)
             while not handle.done():
                 time.sleep(0.01)

@@ -48,14 +48,14 @@ def test_a_process_that_is_forked_during_a_save(tmp_path: Path, monkeypatch: pyt
     """A worker of a data loader, which saves what it has seen, waited for its parent's save: for a thread that is not
     in its process."""
     begun, go_on = threading.Event(), threading.Event()
-    real = saving.write_files
+    real = saving.write_file
 
     def slow(*args: Any) -> Any:
         begun.set()
         go_on.wait(60)
         return real(*args)
 
-    monkeypatch.setattr(saving, "write_files", slow)
+    monkeypatch.setattr(saving, "write_file", slow)
     pending = checkpoint.save(tmp_path / "parent", model={"a": torch.ones(4)}, async_op=True)
     assert begun.wait(60)
     with warnings.catch_warnings():
@@ -110,7 +110,7 @@ def test_a_forked_process_whose_last_save_fails(
         if leave == "exit":
             sys.exit(0)
 
-    monkeypatch.setattr(saving, "write_files", fails)
+    monkeypatch.setattr(saving, "write_file", fails)
     process = multiprocessing.get_context("fork").Process(target=target, daemon=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer versions of Python warn of threads

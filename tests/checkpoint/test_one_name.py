@@ -87,18 +87,17 @@ def test_stopped_anywhere_while_another_saves(there_before: bool, every: int, tm
 @on_ranks(2)
 def test_all_ranks_are_told_of_another_job(rank: int, world_size: int, tmp_path: Path) -> None:
     alone = [torch.distributed.new_group([each]) for each in range(2)][rank]
-    real = checkpoint.saving.write_files
+    real = checkpoint.saving.Records.put
 
-    def write_files(*args: Any) -> Any:
-        written = real(*args)
+    def put(*args: Any) -> None:
+        real(*args)
         patch.undo()
         torch.distributed.barrier()
         if rank == 1:
             save(tmp_path, 2.0, process_group=alone)
-        return written
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.saving, "write_files", write_files)
+        patch.setattr(checkpoint.saving.Records, "put", put)
         with pytest.raises(CheckpointError, match="another save to this name has completed"):
             save(tmp_path, 1.0, timeout_s=60)
     torch.distributed.barrier()
