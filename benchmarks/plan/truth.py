@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from benchmarks.memory.tracking import Kind, Moment, Tracker, timeline
 from benchmarks.plan.cases import Case
 from fsdp2 import events
-from fsdp2.comm import COMMS
 from fsdp2.optim.background import submit
 from fsdp2.optim.pending import PendingTensor
 from fsdp2.parallel import parallelize
@@ -79,7 +78,6 @@ class Truth:
 
 def measure(case: Case) -> Truth:
     """Run the case; every rank calls it."""
-    COMMS["gloo"].pool.free.clear()  # the receive buffers of what this process has trained before may be larger
     with Counter() as tracker, events.record() as log:
         torch.manual_seed(0)
         model = case.workload.build()

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
-from operator import methodcaller
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -82,47 +81,33 @@ class Pending(Protocol):
 class Collective:
     """A collective over one group, planned once and started in each step. It may be started again before the wait.
 
-    Attributes:
-        start: returns what `wait` needs. An all-gather takes no arguments. A reduction takes flat sources, which must
-            not change until the wait, and for each the output, of the size of this rank's range; an all-reduce the same
-            tensor as both.
-        wait: returns when work that the caller enqueues next may read the results: on an accelerator the current stream
-            waits, on the CPU the process. To be called once for each start.
+    Args:
+        what: as it travels.
+        call: starts it, without events.
+        comm, operands: of an all-gather: who planned it, and what it fills.
     """
 
-    start: Callable[..., Any]
-    wait: Callable[[Any], None]
+    def __init__(
+        self, what: What, call: Callable[..., Pending], comm: "Comm | None" = None, operands: Sequence[Operand] = ()
+    ):
+        self.what, self.call, self.comm, self.operands = what, call, comm, operands
+        kind, fqn = what.kind, what.fqn or ""
+        self.event = kind, fqn, what.numel, what.nbytes, what.dtype, what.group.size()
+        self.waits, self.done = (f"{kind}_wait", fqn), (f"{kind}_done", fqn)
 
+    def start(self, *tensors: Tensors) -> Any:
+        """Returns what `wait` needs. An all-gather takes no arguments. A reduction takes flat sources, which must not
+        change until the wait, and for each the output, of the size of this rank's range; an all-reduce the same tensor
+        as both."""
+        emit(*self.event)
+        return self.call(*tensors)
 
-_wait: Callable[[Pending], None] = methodcaller("wait")
-
-
-class PlannedGather(Collective):
-    """The all-gather of `operands` that `comm` has planned, as one call."""
-
-    def __init__(self, comm: "Comm", operands: Sequence[Operand], call: Callable[[], Pending]):
-        self.comm, self.operands = comm, operands
-        self.start, self.wait = call, _wait
-
-
-class PlannedReduction(Collective):
-    """A reduction as one call, with sources and outputs, and a division of the outputs."""
-
-    def __init__(self, call: Callable[[Tensors, Tensors], Pending], divisor: int):
-        self.start, self.wait = call if divisor == 1 else partial(_Divided, call, divisor), _wait
-
-
-class _Divided:
-    """A reduction in flight, whose outputs are divided afterwards."""
-
-    def __init__(self, call: Callable[[Tensors, Tensors], Pending], divisor: int, sources: Tensors, outputs: Tensors):
-        self._pending, self._divisor, self._outputs = call(sources, outputs), divisor, outputs
-
-    def wait(self) -> None:
-        """See `Pending`."""
-        self._pending.wait()
-        for output in self._outputs:
-            output.div_(self._divisor)
+    def wait(self, started: Any) -> None:
+        """Returns when work that the caller enqueues next may read the results: on an accelerator the current stream
+        waits, on the CPU the process. To be called once for each start."""
+        emit(*self.waits)
+        started.wait()
+        emit(*self.done)
 
 
 class Comm(ABC):
@@ -132,7 +117,7 @@ class Comm(ABC):
         direct_min_bytes: the smallest shard for which a separate operand in an all-gather is worthwhile; None if all
             must share one.
         direct_allows_uneven: whether ranks may own ranges of different sizes.
-        has_average: whether the backend divides by the group's size itself.
+        has_average: whether the reductions of the backend can divide by the group's size. If not, `average` is False.
     """
 
     direct_min_bytes: int | None = None
@@ -156,46 +141,21 @@ class Comm(ABC):
         """Sums every source, with these bounds, over the ranks, and writes this rank's range to its output; with
         `average`, divides by the group's size."""
 
-    def sent(self, what: What) -> What:
-        """The reduce-scatter `what` as it travels."""
-        return what
-
     def plan_all_reduce(self, what: What, average: bool) -> Collective:
         """Sums a tensor over the ranks in place; with `average`, divides by the group's size."""
-        native = average and self.has_average
-        call = partial(_all_reduce, dist.ReduceOp.AVG if native else dist.ReduceOp.SUM, what.group)
-        return PlannedReduction(call, what.group.size() if average and not native else 1)
+        return Collective(what, partial(_all_reduce, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, what.group))
 
 
 def _all_reduce(op: Any, group: dist.ProcessGroup, sources: Tensors, _outputs: Tensors) -> Any:
     return dist.all_reduce(sources[0], op, group, async_op=True)
 
 
-# Called with each collective that is planned; what they return is started in its place.
-wrap_collective: list[Callable[[Collective, What], Collective]] = []
+# Called with each collective that a unit has planned; what they return is started in its place, and emits its events.
+wrap_collective: list[Callable[[Collective], Collective]] = []
 
 
-def wrapped(collective: Collective, what: What) -> Collective:
+def wrapped(collective: Collective) -> Collective:
     """`collective`, seen by those who watch."""
     for wrap in wrap_collective:
-        collective = wrap(collective, what)
+        collective = wrap(collective)
     return collective
-
-
-class Reported(Collective):
-    """`planned`, seen by those who watch, with its events."""
-
-    def __init__(self, planned: Collective, what: What):
-        self.inner, self.what = wrapped(planned, what), what
-        kind, fqn = what.kind, what.fqn or ""
-        self._event = kind, fqn, what.numel, what.nbytes, what.dtype, what.group.size()
-        self._waits, self._done = (f"{kind}_wait", fqn), (f"{kind}_done", fqn)
-
-    def start(self, *tensors: Tensors) -> Any:
-        emit(*self._event)
-        return self.inner.start(*tensors)
-
-    def wait(self, started: Any) -> None:
-        emit(*self._waits)
-        self.inner.wait(started)
-        emit(*self._done)

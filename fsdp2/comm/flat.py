@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2._torch import GATHER_OPTIONS, collective_of, scatter_options
-from fsdp2.comm.base import Bounds, Collective, Comm, Operand, PlannedGather, PlannedReduction, Tensors, What
+from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Tensors, What
 
 
 class FlatComm(Comm):
@@ -19,18 +19,12 @@ class FlatComm(Comm):
 
     def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
         (operand,) = operands
-        pair = operand.full, operand.row(what.group.rank())
-        output, source = map(torch.view_as_real, pair) if operand.full.is_complex() else pair
+        output, source = map(_as_numbers, (operand.full, operand.row(what.group.rank())))
         call = partial(collective_of(what.group, "all_gather_single"), output, source, GATHER_OPTIONS)
-        return PlannedGather(self, operands, call)
+        return Collective(what, call, self, operands)
 
     def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool) -> Collective:
-        divisor = what.group.size() if average else 1
-        options = scatter_options(dist.ReduceOp.AVG if average and self.has_average else dist.ReduceOp.SUM)
-        return PlannedReduction(self._scatter(what.group, options), 1 if self.has_average else divisor)
-
-    def _scatter(self, group: dist.ProcessGroup, options: Any) -> Any:
-        return partial(_scatter, collective_of(group, "reduce_scatter_single"), options)
+        return _reduction(what, average, _scatter, "reduce_scatter_single")
 
 
 class NcclComm(FlatComm):
@@ -44,10 +38,15 @@ class NcclComm(FlatComm):
         outputs = [_as_numbers(operand.full) for operand in operands]
         sources = [_as_numbers(operand.row(what.group.rank())) for operand in operands]
         call = partial(collective_of(what.group, "all_gather_single_coalesced"), outputs, sources)
-        return PlannedGather(self, operands, call)
+        return Collective(what, call, self, operands)
 
-    def _scatter(self, group: dist.ProcessGroup, options: Any) -> Any:
-        return partial(_scatter_coalesced, collective_of(group, "reduce_scatter_single_coalesced"), options)
+    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool) -> Collective:
+        return _reduction(what, average, _scatter_coalesced, "reduce_scatter_single_coalesced")
+
+
+def _reduction(what: What, average: bool, scatter: Any, name: str) -> Collective:
+    options = scatter_options(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+    return Collective(what, partial(scatter, collective_of(what.group, name), options))
 
 
 def _scatter(method: Any, options: Any, sources: Tensors, outputs: Tensors) -> Any:
@@ -58,7 +57,7 @@ def _scatter_coalesced(method: Any, options: Any, sources: Tensors, outputs: Ten
     return method(list(map(_as_real, outputs)), list(map(_as_real, sources)), options)
 
 
-# What NCCL has no type for; torch has more, which nobody trains with (`ncclDataType` in its NCCLUtils.hpp).
+# What backends have no type for; torch has more, which nobody trains with (`ncclDataType` in its NCCLUtils.hpp).
 _OTHERS = frozenset((torch.complex64, torch.complex128, torch.int16, torch.uint16, torch.uint32, torch.uint64))
 
 

@@ -16,32 +16,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp2._torch import foreach_copy
-from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, PlannedGather, PlannedReduction, Tensors, What
+from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, Tensors, What
+
+_WHOLE_BYTES = 64 * 1024  # of an all-reduce: below, a second round of messages costs more than the bytes
 
 Add = Callable[[Tensors, torch.Tensor], None]
 
-_WHOLE_BYTES = 64 * 1024  # of an all-reduce: below, the second round of messages costs more than the bytes
-_KEPT_BUFFERS = 4
-
 Message = tuple[Callable[[list[torch.Tensor], int, int], dist.Work], list[torch.Tensor], int, int]
-
-
-class ScratchPool:
-    """Reusable receive buffers: the page faults of a fresh large CPU tensor cost about as much as the copy into it. A
-    buffer belongs to its user until it is returned; the pool keeps the few largest."""
-
-    def __init__(self) -> None:
-        self.free: list[torch.Tensor] = []  # by size
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor of at least `nbytes`: the smallest free one that is large enough, otherwise a new one."""
-        fitting = next((index for index, buffer in enumerate(self.free) if buffer.numel() >= nbytes), None)
-        return torch.empty(nbytes, dtype=torch.uint8) if fitting is None or not nbytes else self.free.pop(fitting)
-
-    def give_back(self, buffer: torch.Tensor) -> None:
-        """Let the next caller use `buffer`."""
-        if buffer.numel():
-            self.free = sorted([*self.free, buffer], key=torch.Tensor.numel)[-_KEPT_BUFFERS:]
 
 
 def _calls(group: dist.ProcessGroup, received: Sequence[Tensors], sent: Sequence[Tensors], tag: int) -> list[Message]:
@@ -106,9 +87,7 @@ def _sizes(bounds: Bounds) -> list[int]:
     return [end - start for start, end in pairwise(bounds)]
 
 
-def _start_sum(
-    pool: ScratchPool, what: What, sizes: Sequence[Sequence[int]], add: Add, sources: Tensors, outputs: Tensors
-) -> Pending:
+def _start_sum(what: What, sizes: Sequence[Sequence[int]], add: Add, sources: Tensors, outputs: Tensors) -> Pending:
     """Start a reduce-scatter, whose rows are summed by `add` when all have arrived. The first row is received in the
     output if it has its dtype, so two ranks need no other memory."""
     in_place = sources[0].dtype == outputs[0].dtype
@@ -116,19 +95,18 @@ def _start_sum(
     if num_ranks == 1:
         foreach_copy(outputs, sources)
         return Messages(group, [])
-    spare = num_ranks - 1 - in_place  # receive buffers for each operand
     sent = [source.split_with_sizes(each) for source, each in zip(sources, sizes, strict=True)]
-    nbytes = [rows[rank].nbytes * spare for rows in sent]
-    buffer = pool.take(sum(nbytes))
-    received, offset = [], 0
-    for rows, output, size in zip(sent, outputs, nbytes, strict=True):
-        into = [output] if in_place else []
-        if size:
-            into += buffer[offset : offset + size].view(rows[0].dtype).chunk(spare)
-        into[rank:rank] = [rows[rank]]
-        received.append(into if output.numel() else [output] * num_ranks)
-        offset += size
-    return Messages(group, _calls(group, received, sent, what.tag), partial(_sum, add, pool, buffer, received, outputs))
+    received = []
+    for rows, output in zip(sent, outputs, strict=True):
+        into = [output] * in_place + [torch.empty_like(rows[rank]) for _ in range(num_ranks - 1 - in_place)]
+        received.append([*into[:rank], rows[rank], *into[rank:]])
+    return Messages(group, _calls(group, received, sent, what.tag), partial(_sum, add, received, outputs))
+
+
+def _sum(add: Add, received: Sequence[Tensors], outputs: Tensors) -> None:
+    for rows, output in zip(received, outputs, strict=True):
+        if output.numel():
+            add(rows, output)
 
 
 def _add(rows: Tensors, output: torch.Tensor) -> None:
@@ -138,46 +116,29 @@ def _add(rows: Tensors, output: torch.Tensor) -> None:
         output.add_(row)
 
 
-def _sum(add: Add, pool: ScratchPool, buffer: torch.Tensor, received: Sequence[Tensors], outputs: Tensors) -> None:
-    for rows, output in zip(received, outputs, strict=True):
-        if output.numel():
-            add(rows, output)
-    pool.give_back(buffer)
-
-
-def _reduce_whole(pool: ScratchPool, what: What, sources: Tensors, outputs: Tensors) -> Pending:
-    """Start an all-reduce in which each rank sends all it has to every other one."""
-    flat, group = sources[0].view(-1), what.group
-    rank, size = group.rank(), group.size()
-    spare = size if rank > 1 else size - 1
-    buffer = pool.take(spare * flat.nbytes)
-    rows = list(buffer[: spare * flat.nbytes].view(flat.dtype).chunk(spare)) if flat.numel() else [flat] * spare
-    if rank <= 1:
-        rows[rank:rank] = [flat]
-    else:
-        rows[rank].copy_(flat)  # the sum of the first two ranks is written over `flat` before it is added
-    calls = _calls(group, [rows], [[flat] * size], what.tag)
-    return Messages(group, calls, partial(_sum, _add, pool, buffer, [rows], [flat]))
-
-
-class ReducedThenGathered:
-    """An all-reduce in flight as a reduce-scatter, after which each rank's part of the sum is gathered."""
+class AllReduced:
+    """An all-reduce in flight as a reduce-scatter: all of it to every rank, or parts that are gathered afterwards."""
 
     def __init__(self, comm: "GlooComm", what: What, sources: Tensors, outputs: Tensors):
         size, flat = what.group.size(), sources[0].view(-1)
-        part = -(-what.numel // size)
-        whole = Operand(flat, [min(rank * part, what.numel) for rank in range(size + 1)])
-        self.row = whole.row(what.group.rank())
+        self.gather: Collective | None = None
+        bounds: Bounds = range(size + 1)
+        if size <= 2 or what.nbytes <= _WHOLE_BYTES:
+            source, self.row = flat.expand(size, -1), flat[None]
+        else:
+            part = -(-what.numel // size)
+            whole = Operand(flat, [min(rank * part, what.numel) for rank in range(size + 1)])
+            source, bounds, self.row = flat, whole.bounds, whole.row(what.group.rank())
+            self.gather = comm.plan_all_gather([whole], replace(what, kind="all_reduce, then"))  # with its own tag
         self.sum = torch.empty_like(self.row)
-        self.gather = comm.plan_all_gather([whole], replace(what, kind="all_reduce, then"))  # with a tag of its own
-        self.scatter = comm.plan_reduce_scatter([whole.bounds], what, False)
-        self.scattering = self.scatter.start([flat], [self.sum])
+        self.scattering = comm.plan_reduce_scatter([bounds], what, False).call([source], [self.sum])
 
     def wait(self) -> None:
         """See `Pending`."""
-        self.scatter.wait(self.scattering)
+        self.scattering.wait()
         self.row.copy_(self.sum)
-        self.gather.wait(self.gather.start())
+        if self.gather is not None:
+            self.gather.call().wait()
 
 
 class GlooComm(Comm):
@@ -186,27 +147,16 @@ class GlooComm(Comm):
     direct_min_bytes = 512 * 1024  # below, a separate message costs more than the copies: docs/decisions/gloo.md
     direct_allows_uneven = True
 
-    def __init__(self) -> None:
-        self.pool = ScratchPool()
-
     def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
         rows = [full.split_with_sizes(_sizes(bounds)) for full, bounds in operands]
         mine = [[each[what.group.rank()]] * len(each) for each in rows]
-        return PlannedGather(self, operands, partial(Messages, what.group, _calls(what.group, rows, mine, what.tag)))
+        return Collective(what, partial(Messages, what.group, _calls(what.group, rows, mine, what.tag)), self, operands)
 
-    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool) -> Collective:
-        return PlannedReduction(self.sum_of(bounds, what, _add), what.group.size() if average else 1)
-
-    def sum_of(self, bounds: list[Bounds], what: What, add: Add) -> Callable[[Tensors, Tensors], Pending]:
-        """What starts a reduce-scatter with these bounds; `add` sums rows into an output."""
-        return partial(_start_sum, self.pool, what, list(map(_sizes, bounds)), add)
+    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool, add: Add = _add) -> Collective:
+        """`add` sums rows into an output."""
+        return Collective(what, partial(_start_sum, what, list(map(_sizes, bounds)), add))
 
     def plan_all_reduce(self, what: What, average: bool) -> Collective:
         """In messages too, so that they say what they are: gloo's own all-reduce adds whatever the other ranks reduce
-        at the time. Two ranks, and ranks with little to send, send the whole tensor."""
-        size = what.group.size()
-        if size == 1:
-            return super().plan_all_reduce(what, average)
-        is_large = size > 2 and what.nbytes > _WHOLE_BYTES
-        call = partial(ReducedThenGathered, self, what) if is_large else partial(_reduce_whole, self.pool, what)
-        return PlannedReduction(call, size if average else 1)
+        at the time."""
+        return Collective(what, partial(AllReduced, self, what))

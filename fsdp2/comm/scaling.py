@@ -1,9 +1,8 @@
 """Where the sum of gradients is divided: pure arithmetic (docs/behaviour.md, 124-131). Layer: comm.
 
-fp32 and bf16 sums are averaged by each collective in turn, unless the user forces sums or gives a factor (of the shard
-axis' size only the reduce-scatter averages; with others the result is divided). fp16
-overflows at 65504, so values are divided by about the square root of the divisor before the sum and by the rest after
-it.
+fp32 and bf16 sums are averaged by each collective in turn where the backend can, unless the user forces sums or gives a
+factor (of the shard axis' size only the reduce-scatter averages); what is left is divided at the end. fp16 overflows at
+65504, so values are divided by about the square root of the divisor before the sum and by the rest after it.
 """
 
 from dataclasses import dataclass
@@ -47,21 +46,16 @@ def fp16_factors(factor: float) -> tuple[float, float]:
 
 @lru_cache(maxsize=256)  # the factor may differ in each step
 def scaling_for(
-    dtype: torch.dtype, shard_size: int, replicate_size: int, factor: float | None, force_sum: bool
+    dtype: torch.dtype, shard_size: int, replicate_size: int, factor: float | None, averages: tuple[bool, bool]
 ) -> Scaling:
     """The scaling of a reduction in `dtype` over ``shard_size * replicate_size`` ranks. `factor` divides the sum over
-    all ranks (None: their number); with `force_sum` no collective divides."""
+    all ranks (None: their number). `averages`: whether the reduce-scatter and the all-reduce may divide."""
     ranks = shard_size * replicate_size
     divisor = float(ranks if factor is None else factor)
-    if ranks == 1:
-        return Scaling(post=divisor)
-    if dtype == torch.float16:
+    if dtype == torch.float16 and ranks > 1:
         pre, post = fp16_factors(divisor)
         return Scaling(pre=pre, post=post)
-    if force_sum:
-        return Scaling(post=divisor)
-    if factor is None:
-        return Scaling(scatter_averages=shard_size > 1, all_reduce_averages=True)
-    if factor == shard_size and shard_size > 1:
-        return Scaling(scatter_averages=True)
-    return Scaling(post=divisor)
+    over_shards = averages[0] and shard_size > 1 and factor in (None, shard_size)
+    over_replicas = averages[1] and replicate_size > 1 and factor is None
+    divisor /= (shard_size if over_shards else 1) * (replicate_size if over_replicas else 1)
+    return Scaling(1.0, over_shards, over_replicas, divisor)

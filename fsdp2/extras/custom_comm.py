@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, PlannedGather, PlannedReduction, Tensors, What
+from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, Tensors, What
 from fsdp2.comm.custom import AllGather, ReduceScatter
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import Lane, ShardLayout, choose_lane
@@ -72,7 +72,7 @@ class CustomComm(Comm):
         self.custom_reduce_scatter = reduce_scatter
         self.direct_min_bytes = base.direct_min_bytes if all_gather is None else None
         self.direct_allows_uneven = base.direct_allows_uneven
-        self.has_average = base.has_average
+        self.has_average = base.has_average or reduce_scatter is not None
         self.by_user: Pair = (None, None)  # the collectives above that come from the user, and those that only use
         self.in_memory: Pair = (None, None)  # other memory
 
@@ -81,20 +81,17 @@ class CustomComm(Comm):
             return self.base.scatter_lane(layout, itemsize)
         return choose_lane(layout, itemsize, None, self.direct_allows_uneven)
 
-    def sent(self, what: What) -> What:
-        return self.base.sent(what) if self.custom_reduce_scatter is None else what
-
     def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
         if self.custom_all_gather is None:
             return self.base.plan_all_gather(operands, what)
         call = partial(_gather, self.custom_all_gather, operands, what.group)
-        return PlannedGather(self, operands, call)
+        return Collective(what, call, self, operands)
 
     def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool) -> Collective:
         if self.custom_reduce_scatter is None:
             return self.base.plan_reduce_scatter(bounds, what, average)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        return PlannedReduction(partial(_scatter, self.custom_reduce_scatter, op, what.group), 1)
+        return Collective(what, partial(_scatter, self.custom_reduce_scatter, op, what.group))
 
     def plan_all_reduce(self, what: What, average: bool) -> Collective:
         return self.base.plan_all_reduce(what, average)

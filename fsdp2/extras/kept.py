@@ -9,13 +9,11 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp2._torch.shared import is_fake
-from fsdp2.comm.base import PlannedReduction, What, wrapped
 from fsdp2.extras.host_memory import host
 from fsdp2.extras.in_place import own_rows
 from fsdp2.runtime import hooks
@@ -23,6 +21,7 @@ from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.source import Around, Source
 from fsdp2.runtime.storage import ReleasedMemory
+from fsdp2.watch.exchange import Exchange, at_once
 
 
 class SameAddress(Around):
@@ -148,16 +147,6 @@ def _nothing() -> None:
     """The values are there."""
 
 
-def _maximum(flag: torch.Tensor, what: What) -> None:
-    """That of all ranks, at once, and without events."""
-
-    def start(sources: Sequence[torch.Tensor], _: object) -> Any:
-        return dist.all_reduce(sources[0], dist.ReduceOp.MAX, what.group, async_op=True)
-
-    collective = wrapped(PlannedReduction(start, 1), what)
-    collective.wait(collective.start([flag], [flag]))
-
-
 def _agrees(group: Bucket, versions: list[int]) -> bool:
     """Whether the shards of all ranks have the values that were gathered and kept. Collective over the shard group: one
     number. The host waits for it, since what is gathered next depends on it. Within a step nobody asks: a shard has no
@@ -172,7 +161,8 @@ def _agrees(group: Bucket, versions: list[int]) -> bool:
         return is_same
     differ = not (is_same and all(map(_has_shard, group.params)))
     flag = torch.tensor([differ], dtype=torch.int32, device=group.roles.device)
-    _maximum(flag, group.channel.what("comparison of kept values", shard_group))
+    with at_once(Exchange("comparison of kept values", group.channel.fqn, shard_group, device=flag.device)):
+        dist.all_reduce(flag, dist.ReduceOp.MAX, shard_group)
     return not flag.item()
 
 

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, PlannedReduction, Tensors, What
+from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, Tensors, What
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.layout import Lane, ShardLayout
 from fsdp2.runtime import hooks
@@ -37,13 +37,6 @@ class NarrowComm(Comm):
         self.dtype = dtype
         self.direct_min_bytes = base.direct_min_bytes
         self.direct_allows_uneven = base.direct_allows_uneven
-        self.has_average = base.has_average
-
-    def sent(self, what: What) -> What:
-        wide = what.dtype
-        if wide is None or not wide.is_floating_point or wide.itemsize <= self.dtype.itemsize:
-            return what
-        return replace(what, dtype=self.dtype, nbytes=what.numel * self.dtype.itemsize)
 
     def scatter_lane(self, layout: ShardLayout, itemsize: int) -> Lane:
         return self.base.scatter_lane(layout, min(itemsize, self.dtype.itemsize))
@@ -52,13 +45,14 @@ class NarrowComm(Comm):
         return self.base.plan_all_gather(operands, what)
 
     def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool) -> Collective:
-        sent = self.sent(what)
-        call: Call = partial(WideReduceScatter, what.group)
-        if sent is what:
+        wide = what.dtype
+        if wide is None or not wide.is_floating_point or wide.itemsize <= self.dtype.itemsize:
             return self.base.plan_reduce_scatter(bounds, what, average)
+        sent = replace(what, dtype=self.dtype, nbytes=what.numel * self.dtype.itemsize)
+        call: Call = partial(WideReduceScatter, what.group)
         if isinstance(self.base, GlooComm):
-            call = self.base.sum_of(bounds, sent, sum_rows)
-        return PlannedReduction(partial(_Sent, self.dtype, call), what.group.size() if average else 1)
+            call = self.base.plan_reduce_scatter(bounds, sent, average, sum_rows).call
+        return Collective(sent, partial(_Sent, self.dtype, call))
 
     def plan_all_reduce(self, what: What, average: bool) -> Collective:
         return self.base.plan_all_reduce(what, average)

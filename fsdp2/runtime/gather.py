@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from fsdp2._torch import copy_lists
-from fsdp2.comm.base import Operand, Reported
+from fsdp2.comm.base import Collective, Operand, wrapped
 from fsdp2.layout import Lane, ShardLayout, pack
 from fsdp2.mesh import Axis
 from fsdp2.runtime import hooks
@@ -66,7 +65,7 @@ class Gather:
         numel = axis.size * sum(layout.padded_numel for layout in layouts)
         nbytes = sum(operand.full.nbytes for operand in self.operands)
         self._travels = numel, nbytes, dtypes[0] if len(self._by_dtype) == 1 else None
-        self._collective: Reported | None = None
+        self._collective: Collective | None = None
 
     def _make_packed(self, indices: list[int], layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor]) -> None:
         """One buffer ``[ranks, segment]`` of bytes; a segment holds one rank's shard of each parameter, end to end."""
@@ -119,7 +118,7 @@ class Gather:
         collective = self._collective
         if collective is None or collective.what.fqn is not self._channel.fqn:  # it names the unit
             what = self._channel.what("all_gather", self._axis.group, *self._travels)
-            collective = self._collective = Reported(self._comm.plan_all_gather(self.operands, what), what)
+            collective = self._collective = wrapped(self._comm.plan_all_gather(self.operands, what))
         return partial(self._finish, storage, collective, collective.start())
 
     def _plan(self, shards: Sequence[torch.Tensor], stay: bool) -> list[_Copies]:
@@ -130,7 +129,7 @@ class Gather:
             self._known = shards, copies
         return copies
 
-    def _finish(self, storage: Storage, collective: Reported | None, started: Any) -> None:
+    def _finish(self, storage: Storage, collective: Collective | None, started: Any) -> None:
         if collective is not None:
             collective.wait(started)
         if self._packed is not None:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._torch import foreach_copy, foreach_divided, hooks_of, post_accumulate_grad_hooks, profiler_is_on
-from fsdp2.comm.base import Bounds, Collective, Reported
+from fsdp2.comm.base import Bounds, Collective, wrapped
 from fsdp2.comm.scaling import Scaling, scaling_for
 from fsdp2.errors import CollectiveError
 from fsdp2.events import profiler_range
@@ -86,6 +86,7 @@ class ReductionPlan:
         is_plain: gradients are plain tensors, dims in memory order.
         packing, direct: the buffer of the packed ones; position and elements on this rank of each direct one.
         inner: how the flat output is packed for a reduce-scatter over the replicas; None for an all-reduce.
+        averages: whether the reduce-scatter and the all-reduce can divide by the number of ranks.
         collectives: by group, whether it averages, and the name of the unit.
     """
 
@@ -109,6 +110,7 @@ class ReductionPlan:
         inner = [param.geometry.outer for param in self.params if param.geometry.outer is not None]
         self.inner = Packing(inner) if inner else None
         self.sink = make_sink(self.params)
+        self.averages = channel.comm.has_average, channel.base.has_average
         self.collectives: dict[tuple[dist.ProcessGroup, bool, str], Collective] = {}
 
     def planned(self, group: dist.ProcessGroup, average: bool, fqn: str) -> Collective:
@@ -126,10 +128,10 @@ class ReductionPlan:
             bounds += [self.params[index].layout.flat_bounds for index, _ in self.direct]
         what = self.channel.what(kind, group, sum(sizes), sum(sizes) * self.dtype.itemsize, self.dtype)
         if packing is None:
-            return Reported(comm.plan_all_reduce(what, average), what)
+            return wrapped(comm.plan_all_reduce(what, average))
         if packing.segment:
             bounds.append(range(0, group.size() * packing.segment + 1, packing.segment))
-        return Reported(comm.plan_reduce_scatter(bounds, what, average), comm.sent(what))
+        return wrapped(comm.plan_reduce_scatter(bounds, what, average))
 
 
 class Reduction:
@@ -195,7 +197,8 @@ class Reduction:
         """Yields what the current stream, or the CPU, has to wait for. The variables keep all tensors alive."""
         plan, streams, settings, roles = self._plan, self._streams, self._settings, self._plan.channel.roles
         factor, is_lazy = settings.gradient_divide_factor, streams.lazy
-        scaling = scaling_for(plan.dtype, roles.shard_size, roles.replicate_size, factor, settings.force_sum)
+        averages = (False, False) if settings.force_sum else plan.averages
+        scaling = scaling_for(plan.dtype, roles.shard_size, roles.replicate_size, factor, averages)
         ready = streams.record()
         with streams.reducing():
             # Gradients are allocated on the compute stream and read here. Outputs are allocated here and become the

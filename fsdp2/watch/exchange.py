@@ -3,15 +3,15 @@ Layer: watch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.base import Collective, Operand, PlannedGather, Tensors, What, wrap_collective
+from fsdp2.comm.base import Collective, Operand, Tensors, wrap_collective
 from fsdp2.errors import CollectiveError, FSDPError
+from fsdp2.events import emit
 from fsdp2.watch.current import current, waiting
 from fsdp2.watch.settings import settings
 from fsdp2.watch.trail import Entry, number_of, trail_of
@@ -98,9 +98,9 @@ class Exchange:
 class Watched(Collective):
     """A collective that is recorded in the group's trail when it starts, and whose errors are explained."""
 
-    def __init__(self, inner: Collective, what: What):
-        self._inner = inner
-        self._what = what
+    def __init__(self, inner: Collective):
+        what = inner.what
+        super().__init__(what, inner.call, inner.comm, inner.operands)
         self._exchange = Exchange(
             what.kind.replace("_", "-"), what.fqn, what.group, what.numel, what.nbytes, what.dtype, what.device
         )
@@ -113,6 +113,7 @@ class Watched(Collective):
 
     def start(self, *tensors: Tensors) -> Any:
         """Raises `StepError` too, if another rank has failed in a step that all make or none."""
+        emit(*self.event)
         if tensors and not self._shapes:
             self._shapes = [[(t.numel(), t.dtype, t.device) for t in each] for each in tensors]
         if self._reduces:
@@ -123,18 +124,19 @@ class Watched(Collective):
         else:
             self._numbers.append(self._number)
         try:
-            started = self._inner.start(*tensors)
+            started = self.call(*tensors)
         except BaseException as error:
             self._exchange.give_up(error)
             raise
         return started, -1 if self._device is None else self._trail.position - 1
 
     def wait(self, started: Any) -> None:
-        inner, place = started
+        pending, place = started
+        emit(*self.waits)
         current.since = monotonic()
         current.awaited = self._exchange
         try:
-            self._inner.wait(inner)
+            pending.wait()
         except BaseException as error:
             self._exchange.explain(error)
             raise
@@ -142,16 +144,17 @@ class Watched(Collective):
             current.awaited = None
         if self._device is not None:  # the process has come past the wait; the current stream may not have
             current.queued.add(self._exchange, place, self._device)
+        emit(*self.done)
 
     def begin_like(self) -> Callable[[], None]:
         """Start one of the same sizes, with memory that nobody reads, for the other ranks' sake. Returns what waits for
         it."""
-        inner = self._inner
-        if isinstance(inner, PlannedGather):
-            operands = [Operand(full.new_zeros(full.numel()), bounds) for full, bounds in inner.operands]
-            inner = inner.comm.plan_all_gather(operands, self._what)
+        call = self.call
+        if self.comm is not None:
+            operands = [Operand(full.new_zeros(full.numel()), bounds) for full, bounds in self.operands]
+            call = self.comm.plan_all_gather(operands, self.what).call
         tensors = [[torch.zeros(n, dtype=dtype, device=device) for n, dtype, device in each] for each in self._shapes]
-        return partial(inner.wait, inner.start(*tensors))
+        return call(*tensors).wait
 
 
 @contextmanager

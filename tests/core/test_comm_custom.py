@@ -129,17 +129,17 @@ def test_what_is_not_replaced_stays(rank: int, world_size: int) -> None:
     layout, lanes = ShardLayout((2**20,), 0, 2), (Lane.DIRECT, Lane.PACKED)
     assert (only_scatter.gather_lane(layout, 4), only_scatter.scatter_lane(layout, 4)) == lanes
     assert (only_gather.scatter_lane(layout, 4), only_gather.gather_lane(layout, 4)) == lanes
-    assert CustomComm(NcclComm()).has_average and not only_gather.has_average
+    assert CustomComm(NcclComm()).has_average and only_scatter.has_average and not only_gather.has_average
 
     operand = filled_operand(rank, world_size, 4, torch.float32)
     all_gather(only_scatter, [operand], world())()
     assert operand.full.tolist() == [1] * 4 + [2] * 4
     halves = Scatter(Operand(torch.full((4,), rank + 1.0).bfloat16(), [0, 2, 4]), torch.empty(2))
-    reduce_scatter(only_gather, [halves], world(), True)()
-    assert halves.output.tolist() == [1.5, 1.5]
+    reduce_scatter(only_gather, [halves], world(), False)()
+    assert halves.output.tolist() == [3.0, 3.0]
     tensor = torch.full((2,), float(rank))
-    all_reduce(only_gather, tensor, world(), True)()
-    assert tensor.tolist() == [0.5, 0.5]
+    all_reduce(only_gather, tensor, world(), False)()
+    assert tensor.tolist() == [1, 1]
     assert not gathers.calls and not scatters.calls
 
 

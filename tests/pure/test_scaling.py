@@ -8,6 +8,8 @@ import torch
 
 from fsdp2.comm.scaling import Scaling, fp16_factors, scaling_for
 
+NONE, BOTH = (False, False), (True, True)  # what can average: the reduce-scatter, the all-reduce
+
 
 @pytest.mark.parametrize(
     ("factor", "expected"),
@@ -20,34 +22,35 @@ def test_fp16_factors(factor: int, expected: tuple[float, float]) -> None:
 
 def test_default_is_the_collectives_average() -> None:
     """Behaviour 125: no division of our own."""
-    assert scaling_for(torch.float32, 4, 2, None, False) == Scaling(scatter_averages=True, all_reduce_averages=True)
+    assert scaling_for(torch.float32, 4, 2, None, BOTH) == Scaling(scatter_averages=True, all_reduce_averages=True)
 
 
 def test_custom_factor() -> None:
     """Behaviour 128: equal to the shard group's size it is an average; the all-reduce sums."""
-    assert scaling_for(torch.bfloat16, 4, 2, 4, False) == Scaling(scatter_averages=True)
-    assert scaling_for(torch.bfloat16, 4, 2, 3, False) == Scaling(post=3)
+    assert scaling_for(torch.bfloat16, 4, 2, 4, BOTH) == Scaling(scatter_averages=True)
+    assert scaling_for(torch.bfloat16, 4, 2, 3, BOTH) == Scaling(post=3)
 
 
 def test_force_sum() -> None:
-    """Behaviour 130: no collective divides."""
-    assert scaling_for(torch.float32, 4, 2, None, True) == Scaling(post=8)
-    assert scaling_for(torch.float16, 4, 2, None, True) == Scaling(pre=4, post=2)
+    """Behaviour 130: no collective divides. Behaviour 125: nor does a backend that cannot."""
+    assert scaling_for(torch.float32, 4, 2, None, NONE) == Scaling(post=8)
+    assert scaling_for(torch.float32, 4, 2, None, (True, False)) == Scaling(scatter_averages=True, post=2)
+    assert scaling_for(torch.float16, 4, 2, None, NONE) == Scaling(pre=4, post=2)
 
 
 def test_one_rank() -> None:
     """Behaviour 131: divides only by a factor that was given."""
-    assert scaling_for(torch.float32, 1, 1, None, False) == Scaling()
-    assert scaling_for(torch.float16, 1, 1, 3, False) == Scaling(post=3)
+    assert scaling_for(torch.float32, 1, 1, None, BOTH) == Scaling()
+    assert scaling_for(torch.float16, 1, 1, 3, BOTH) == Scaling(post=3)
 
 
 def test_every_combination_divides_by_the_factor() -> None:
     """Behaviour 124, 129: the sum of equal gradients 1 over all ranks, scaled, is ranks / factor."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    for dtype, shards, replicas, factor, force in itertools.product(
-        dtypes, (1, 2, 3, 8), (1, 2, 5), (None, 1, 2, 3, 8), (False, True)
+    for dtype, shards, replicas, factor, averages in itertools.product(
+        dtypes, (1, 2, 3, 8), (1, 2, 5), (None, 1, 2, 3, 8), (NONE, BOTH, (True, False), (False, True))
     ):
-        scaling = scaling_for(dtype, shards, replicas, factor, force)
+        scaling = scaling_for(dtype, shards, replicas, factor, averages)
         value = shards / scaling.pre
         value /= shards if scaling.scatter_averages else 1
         value *= replicas

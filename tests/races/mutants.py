@@ -331,7 +331,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "comm: works are not waited for",
         "comm.base",
-        "        self.inner.wait(started)\n",
+        "        started.wait()\n",
         "",
         "over_nccl",
     ),
@@ -340,13 +340,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "extras.narrow",
         "        for work in self.works:\n            if work is not None:\n                work.wait()\n",
         "",
-        "wire_over_nccl",
-    ),
-    Mutant(
-        "comm: results are divided before the wait",
-        "comm.base",
-        "        self._pending.wait()\n        for output in self._outputs:\n            output.div_(self._divisor)\n",
-        "        for output in self._outputs:\n            output.div_(self._divisor)\n        self._pending.wait()\n",
         "wire_over_nccl",
     ),
     Mutant(
@@ -359,23 +352,24 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "comm: the sum is gathered before it is there",
         "comm.gloo",
-        "        self.scatter.wait(self.scattering)\n",
+        "        self.scattering.wait()\n",
         "",
         "replicated",
     ),
     Mutant(
         "comm: the gathered sum is not waited for",
         "comm.gloo",
-        "        self.gather.wait(self.gather.start())\n",
-        "        self.gathering = self.gather.start()\n",
+        "            self.gather.call().wait()\n",
+        "            self.gathering = self.gather.call()\n",
         "replicated",
     ),
     Mutant(
         "comm: the sum is gathered before it is copied",
         "comm.gloo",
-        "        self.row.copy_(self.sum)\n        self.gather.wait(self.gather.start())\n",
-        "        gathering = self.gather.start()\n        self.row.copy_(self.sum)\n"
-        "        self.gather.wait(gathering)\n",
+        "        self.row.copy_(self.sum)\n        if self.gather is not None:\n"
+        "            self.gather.call().wait()\n",
+        "        gathering = None if self.gather is None else self.gather.call()\n        self.row.copy_(self.sum)\n"
+        "        if gathering is not None:\n            gathering.wait()\n",
         "replicated",
     ),
     Mutant(
