@@ -11,19 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._torch import is_replicated, parameter_slots
-from fsdp2.arguments import (
-    PlacementFn,
-    Placing,
-    chosen_features,
-    parameter_set,
-    roles_for,
-    to_precision_policy,
-    unfit,
-)
+from fsdp2.arguments import PlacementFn, Placing, chosen_features, parameter_set, to_precision_policy, unfit
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
-from fsdp2.mesh import MeshDims, MeshRoles
+from fsdp2.mesh import MeshRoles, default_mesh, roles_of
 from fsdp2.module import FSDPModule, swapped_class
-from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, Sharding, UnitSettings, kept_by
+from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, UnitSettings, kept_by
 from fsdp2.runtime import hooks
 from fsdp2.runtime.forward import attach
 from fsdp2.runtime.parameter import ManagedParameter, Plan, managed_by
@@ -47,8 +39,8 @@ class Options(TypedDict, total=False):
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     ignored_params: set[nn.Parameter] | None
-    dp_mesh_dims: MeshDims | None
-    zero: Sharding | None
+    dp_mesh_dims: object
+    zero: object
     optional: object
 
 
@@ -67,8 +59,8 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = _FULL_PRECISION,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: MeshDims | None = None,
-    zero: Sharding | None = None,
+    dp_mesh_dims: Any = None,
+    zero: Any = None,
     optional: object = False,
 ) -> Any:
     """Shard the parameters of `module` over a mesh; it becomes one unit, whose parameters communicate together.
@@ -122,16 +114,14 @@ def fully_shard(
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise unfit("shard_placement_fn", "a function of a parameter, or None", shard_placement_fn)
     precision, ignored = to_precision_policy(mp_policy), parameter_set(ignored_params)
-    has_offload = type(offload_policy) not in (OffloadPolicy, type(None))
-    features = chosen_features(
-        optional=optional,
-        zero=zero is not None and zero,
-        dp_mesh_dims=dp_mesh_dims is not None and dp_mesh_dims,
-        offload_policy=has_offload and offload_policy,
-    )
+    offload = None if type(offload_policy) is OffloadPolicy else offload_policy
+    features = chosen_features(optional=optional, zero=zero, dp_mesh_dims=dp_mesh_dims, offload_policy=offload)
     zero, dims = features.pop("zero", None), features.pop("dp_mesh_dims", None)
     offload = features.pop("offload_policy", _NO_OFFLOAD)
-    roles = roles_for(mesh, dims, zero)
+    mesh = mesh if zero is None else zero.mesh(mesh)
+    mesh = default_mesh() if mesh is None else mesh
+    roles = roles_of(mesh) if dims is None else dims.roles(mesh)
+    roles = roles if zero is None else zero.roles(roles)
     wanted = reshard_after_forward if zero is None else zero.reshard_after_forward(reshard_after_forward)
     reshard_to = _check_reshard(wanted, roles)
     placing = Placing(roles, shard_placement_fn, precision, offload, reshard_to, zero)
@@ -204,7 +194,8 @@ def _build(draft: Draft, settings: UnitSettings) -> None:
         param, plan = planned.popleft()
         fqn, slots = draft.places.pop(param)  # so that a parameter's whole data is freed as soon as it is sharded
         keep = kept_by(zero, not param.requires_grad)
-        data = placing.data(param, plan)
+        data = placing.local(param)  # the values, where the sharded parameter will live
+        data = data if data.is_meta else data.to(plan.home)
         new = ManagedParameter(slots, fqn, param, data, plan)
         for seen in hooks.param_sharded:
             seen(new, data)
@@ -237,16 +228,15 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     for each in modules:
         if not isinstance(each, nn.Module):
             raise ArgumentError(f"fully_shard: expected an nn.Module, got {type(each)}")
+        name = type(each).__name__
         if not is_list and isinstance(each, _CONTAINERS) and not has_forward(each):
-            holds_modules = isinstance(each, (nn.ModuleList, nn.ModuleDict))
-            instead = "its elements, or on a list of them" if holds_modules else "the module that computes with them"
             raise ArgumentError(
-                f"fully_shard: {type(each).__name__} has no forward, so its parameters would never be gathered; call "
-                f"fully_shard on {instead}"
+                f"fully_shard: {name} has no forward, so its parameters would never be gathered; call fully_shard on "
+                "its elements, on a list of them, or on the module that computes with them"
             )
         if unit_of(each) is not None:
-            raise MisuseError(f"fully_shard: this {type(each).__name__} is sharded already; call it once a module")
-    if len({id(each) for each in modules}) != len(modules):
+            raise MisuseError(f"fully_shard: this {name} is sharded already; call it once a module")
+    if len(set(modules)) != len(modules):
         raise MisuseError("fully_shard: a module appears twice in the list")
     return modules
 
@@ -254,13 +244,14 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 def _check_order(places: Places) -> None:
     """Raise if a parameter already belongs to the unit of a module above this one."""
     for param, (fqn, slots) in places.items():
-        for unit in [unit for slot in slots if slot.module is not None for unit in owners_of(slot.module)]:
-            for known in [known for known in unit.params if known.is_among({id(param)})]:
-                of = ", ".join(type(each).__name__ for each in unit.modules)
-                raise OrderError(
-                    f"fully_shard: '{fqn}' is sharded already, as '{known.fqn}' of the {of}. Call fully_shard on a "
-                    "module before you call it on one that holds it."
-                )
+        for unit in {unit for slot in slots if slot.module is not None for unit in owners_of(slot.module)}:
+            for known in unit.params:
+                if known.is_among({id(param)}):
+                    of = ", ".join(type(each).__name__ for each in unit.modules)
+                    raise OrderError(
+                        f"fully_shard: '{fqn}' is sharded already, as '{known.fqn}' of the {of}. Call fully_shard on a "
+                        "module before you call it on one that holds it."
+                    )
 
 
 def _check_reshard(value: bool | int | None, roles: MeshRoles) -> bool | int | None:
@@ -270,9 +261,8 @@ def _check_reshard(value: bool | int | None, roles: MeshRoles) -> bool | int | N
         raise ArgumentError(f"reshard_after_forward: expected a bool, an int or None, got {value!r}")
     if value < 1 or roles.shard_size % value != 0:
         error = ArgumentError if roles.own_specs is None else UnsupportedError  # torch has no such mesh there
-        raise error(
-            f"reshard_after_forward: expected a divisor of the shard axis' size {roles.shard_size}, got {value}"
-        )
+        size = f"the shard axis' size {roles.shard_size} of {roles.mesh}"
+        raise error(f"reshard_after_forward: expected a divisor of {size}, got {value}")
     if value == 1:
         warn("reshard_after_forward=1 keeps parameters unsharded, as False does; pass False", stacklevel=3)
         return False
@@ -280,13 +270,10 @@ def _check_reshard(value: bool | int | None, roles: MeshRoles) -> bool | int | N
 
 
 def _smaller(roles: MeshRoles, reshard_to: bool | int | None) -> MeshRoles | None:
-    """The mesh to reshard to after forward; a parameter's own mesh must allow it too."""
+    """The mesh to reshard to after forward. A parameter may have its own, which must allow it too."""
     if reshard_to is None or isinstance(reshard_to, bool) or roles.shard_axis is None:
         return None
-    if roles.shard_size % reshard_to != 0:
-        raise ArgumentError(
-            f"reshard_after_forward={reshard_to} does not divide the shard axis of a parameter's own mesh: {roles.mesh}"
-        )
+    _check_reshard(reshard_to, roles)
     return roles.smaller(reshard_to)
 
 

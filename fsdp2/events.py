@@ -1,8 +1,7 @@
 """What the runtime did, for tests, `logging`, tools and profilers. Ground layer.
 
-`emit` reports one step of a unit's life to every `record` that is open and, at level DEBUG, to the logger ``fsdp2``. In
-a trace of `torch.profiler` the phases are ranges with the names of torch's FSDP2, such as ``FSDP::all_gather
-(layers.0)``: see `profiler_range`.
+`emit` reports to every `record` that is open and, at level DEBUG, to the logger ``fsdp2``. In a trace of
+`torch.profiler` the phases are ranges with the names of torch's FSDP2, such as ``FSDP::all_gather (layers.0)``.
 """
 
 import logging

@@ -14,7 +14,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class _Bounds(Sequence[int]):
-    """`chunk_bounds` times `scale`, computed on access, because a rank among thousands needs only two of them."""
+    """The start of each of `parts` chunks of ``range(size)``, then the end; times `scale`. Computed on access: of
+    thousands a rank needs two."""
 
     size: int
     parts: int
@@ -28,15 +29,6 @@ class _Bounds(Sequence[int]):
         if isinstance(found, range):
             return [self[each] for each in found]
         return min(found * -(-self.size // self.parts), self.size) * self.scale
-
-
-def chunk_bounds(size: int, parts: int) -> tuple[int, ...]:
-    """The start of each of `parts` chunks of ``range(size)``, followed by the end: ``parts + 1`` numbers.
-
-    >>> chunk_bounds(3, 4)
-    (0, 1, 2, 3, 3)
-    """
-    return tuple(_Bounds(size, parts))
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -98,7 +90,7 @@ class ShardLayout:
 
     @cached_property
     def bounds(self) -> Sequence[int]:
-        """Start of each chunk along the shard dim, then the end."""
+        """Start of each chunk along the shard dim, then the end: for 3 entries in 4 parts 0, 1, 2, 3, 3."""
         return _Bounds(self.shape[self.dim], self.parts)
 
     @cached_property

@@ -9,8 +9,7 @@ replicate axes alone   replicate                    DDP-like: whole parameters, 
 =====================  ===========================  ==========================================
 """
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -41,21 +40,13 @@ class ShardPlacementResult:
     mesh: DeviceMesh | None = None
 
 
-class MeshDims(ABC):
-    """The base class of `DataParallelMeshDims`: which axes of a mesh are data parallel."""
-
-    @abstractmethod
-    def roles(self, mesh: DeviceMesh) -> "MeshRoles":
-        """The roles of these axes of `mesh`."""
-
-
 @dataclass(frozen=True)
 class Axis:
-    """The ranks along one axis of a mesh, including this rank."""
+    """The ranks along one axis of a mesh, including this rank. An axis that does not exist has no group."""
 
-    group: dist.ProcessGroup
-    size: int
-    rank: int
+    group: Any = None
+    size: int = 1
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +59,8 @@ class MeshRoles:
             too.
         own_specs: makes the specs of parameters, in place of `specs_of`, from FQN, parameter and dim.
         flat: without a shard axis, the 1-D mesh of all ranks of `mesh`, over which gradients are reduced.
+        shard: the ranks that together hold a parameter once; with its size, rank and group.
+        replicate: the ranks that hold the same shard as this one; with its size and group.
     """
 
     mesh: DeviceMesh
@@ -75,50 +68,20 @@ class MeshRoles:
     shard_axis: int | None
     sharded_replicas: bool = False
     flat: DeviceMesh | None = None
+    shard: Axis = field(init=False, compare=False, repr=False)
+    shard_size: int = field(init=False, compare=False, repr=False)
+    shard_rank: int = field(init=False, compare=False, repr=False)
+    shard_group: dist.ProcessGroup | None = field(init=False, compare=False, repr=False)
+    replicate: Axis = field(init=False, compare=False, repr=False)
+    replicate_size: int = field(init=False, compare=False, repr=False)
+    replicate_group: dist.ProcessGroup | None = field(init=False, compare=False, repr=False)
     own_specs: ClassVar[Any] = None
 
-    @cached_property
-    def shard_size(self) -> int:
-        """The number of ranks over which a parameter is split."""
-        return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
-
-    @cached_property
-    def shard_rank(self) -> int:
-        """The index of this rank's shard."""
-        return 0 if self.shard_axis is None else self.mesh.get_local_rank(self.shard_axis)
-
-    @cached_property
-    def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that together hold a parameter once; None without a shard axis."""
-        return None if self.shard_axis is None else self.mesh.get_group(self.shard_axis)
-
-    @cached_property
-    def shard(self) -> Axis:
-        """The shard axis, which must exist."""
-        assert self.shard_group is not None
-        return Axis(self.shard_group, self.shard_size, self.shard_rank)
-
-    @cached_property
-    def replicate(self) -> Axis:
-        """The replicate axis, which must exist."""
-        assert self.replicate_axis is not None
-        mesh, axis = (self.mesh, self.replicate_axis) if self.flat is None else (self.flat, 0)
-        return Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
-
-    @cached_property
-    def replicate_size(self) -> int:
-        """The number of copies of the parameters."""
-        return 1 if self.replicate_axis is None else self.replicate.size
-
-    @cached_property
-    def replicate_rank(self) -> int:
-        """The index of this rank's replica."""
-        return 0 if self.replicate_axis is None else self.replicate.rank
-
-    @cached_property
-    def replicate_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same shard as this one; None without a replicate axis."""
-        return None if self.replicate_axis is None else self.replicate.group
+    def __post_init__(self) -> None:
+        shard = _axis_of(self.mesh, self.shard_axis)
+        replicate = _axis_of(self.mesh, self.replicate_axis) if self.flat is None else _axis_of(self.flat, 0)
+        vars(self).update(shard=shard, shard_size=shard.size, shard_rank=shard.rank, shard_group=shard.group)
+        vars(self).update(replicate=replicate, replicate_size=replicate.size, replicate_group=replicate.group)
 
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
@@ -163,6 +126,10 @@ class MeshRoles:
                     groups, self.mesh.device_type, mesh=ranks, mesh_dim_names=("groups", "shard")
                 )
         return MeshRoles(known[key], replicate_axis=0, shard_axis=1)
+
+
+def _axis_of(mesh: DeviceMesh, axis: int | None) -> Axis:
+    return Axis() if axis is None else Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
 
 
 def roles_of(mesh: DeviceMesh) -> MeshRoles:

@@ -5,7 +5,7 @@ The public ones have the fields of torch's FSDP2, so that either's objects can b
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -120,33 +120,7 @@ def boolean(name: str, value: Any) -> bool:
     return value
 
 
-class Sharding:
-    """What the `zero` argument of `fully_shard` may change; the base class of `ZeroPolicy`, and as it is no change.
-
-    Attributes:
-        keep_frozen: see `ZeroPolicy`.
-    """
-
-    keep_frozen: bool | Literal["host"] = False
-
-    def mesh(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
-        """The mesh to use instead of the user's."""
-        return mesh
-
-    def roles(self, roles: Any) -> Any:
-        """The `MeshRoles` to use instead of those of the mesh."""
-        return roles
-
-    def reshard_after_forward(self, value: bool | int | None) -> bool | int | None:
-        """What to use instead of the user's."""
-        return value
-
-    def before_last(self, settings: "UnitSettings") -> "UnitSettings":
-        """The settings for a backward of a step that is not its last."""
-        return settings
-
-
-def kept_by(zero: Sharding | None, are_frozen: bool) -> bool | str:
+def kept_by(zero: Any, are_frozen: bool) -> bool | str:
     """What a group of parameters keeps when it reshards: a key of `hooks.keeps`, or False."""
     return zero.keep_frozen if zero is not None and are_frozen else False
 
@@ -170,7 +144,7 @@ class UnitSettings:
         max_input_buffers: reductions that may be in flight before compute waits for the oldest.
         all_reduce_hook: called with the flat reduced gradients before the parameters get them, and their mesh; and the
             stream to call it on.
-        zero: what waits for the last backward of a step; None: nothing does.
+        zero: the `ZeroPolicy`; says what waits for the last backward of a step.
         when_reduced: called with the managed parameters of a reduction when they have their gradients, in the last
             backward of a step.
         features: the arguments of `fully_shard`, and settings, that features understand, by name.
@@ -188,7 +162,7 @@ class UnitSettings:
     force_sum: bool = False
     max_input_buffers: int = 1
     all_reduce_hook: tuple[Callable[[torch.Tensor, DeviceMesh], None], torch.Stream | None] | None = None
-    zero: Sharding | None = None
+    zero: Any = None
     when_reduced: tuple[Callable[[Sequence[Any]], None], ...] = ()
     features: Mapping[str, Any] = field(default_factory=dict)
     ends_step: bool = field(init=False)

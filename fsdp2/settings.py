@@ -3,7 +3,6 @@
 The class precedes the model's own, so it has only documented names: any other could hide a method of the model.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -71,10 +70,9 @@ class Settings:
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be in flight before compute waits for the oldest (default 1); the largest number in
         the root's tree applies. Recursive. A larger number overlaps more and takes more memory."""
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers: expected an int, got {max_input_buffers!r}")
-        if max_input_buffers < 1:
-            raise ArgumentError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
+        if type(max_input_buffers) is not int or max_input_buffers < 1:
+            error = ArgumentError if type(max_input_buffers) is int else TypeError
+            raise error(f"max_input_buffers: expected an int of at least 1, got {max_input_buffers!r}")
         change_settings(self, recurse, max_input_buffers=max_input_buffers)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
@@ -98,22 +96,16 @@ class Settings:
                 for each mesh. None removes it.
             stream: of the accelerator, on which the hook runs. With a replicate axis it runs on the all-reduce stream.
 
-        Raises:
-            ArgumentError: there are several meshes, and `hook` takes no mesh; or `stream` with a replicate axis.
+        Raises `ArgumentError` for a `stream` with a replicate axis.
         """
         groups = groups_of(self)
-        meshes = {group.roles.mesh for group in groups}
-        if len(meshes) > 1 and hook is not None and not _takes_mesh(hook):
-            raise ArgumentError(
-                f"set_all_reduce_hook: the unit's parameters are on the meshes {sorted(map(str, meshes))}; expected a "
-                "hook that is called as hook(flat, mesh)"
-            )
         if stream is not None and any(group.roles.replicate_group is not None for group in groups):
             raise ArgumentError(
                 "set_all_reduce_hook: stream= is for a mesh without a replicate axis; here the hook runs on the stream "
                 "of the all-reduce. Pass stream=None."
             )
-        with_mesh = hook if hook is None or len(meshes) > 1 else lambda flat, _mesh: hook(flat)
+        has_meshes = len({group.roles.mesh for group in groups}) > 1
+        with_mesh = hook if hook is None or has_meshes else lambda flat, _mesh: hook(flat)
         change_settings(self, False, all_reduce_hook=None if with_mesh is None else (with_mesh, stream))
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
@@ -216,16 +208,6 @@ def groups_of(module: object) -> list[Bucket]:
 
 def _by_feature(name: str, *args: Any) -> None:
     hooks.implementation(hooks.setters, name, name)(*args)
-
-
-def _takes_mesh(hook: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(hook).bind(None, None)
-    except TypeError:
-        return False
-    except ValueError:  # compiled code may have no signature
-        pass
-    return True
 
 
 def unit_in(call: str, module: Any) -> Unit:

@@ -89,12 +89,7 @@ def specs_of(fqn: str, param: torch.Tensor, dim: int, roles: MeshRoles) -> Param
     if not isinstance(param, DTensor):
         return ParamSpecs(roles.mesh, _data_placements(roles, dim, 1), shape, stride)
     inner = param.device_mesh
-    if inner.device_type != roles.mesh.device_type:
-        raise ArgumentError(
-            f"'{fqn}' is a DTensor on a mesh of device type '{inner.device_type}', but the mesh given to fully_shard "
-            f"is of type '{roles.mesh.device_type}': make both from one init_device_mesh"
-        )
-    if not same_root_mesh(roles.mesh, inner):
+    if inner.device_type != roles.mesh.device_type or not same_root_mesh(roles.mesh, inner):
         raise ArgumentError(
             f"'{fqn}' is a DTensor on {inner}, which is not part of the same mesh as that given to fully_shard, "
             f"{roles.mesh}. Make one mesh with all axes, e.g. init_device_mesh(device, (dp, tp), "
@@ -109,10 +104,10 @@ def _data_placements(roles: MeshRoles, dim: int, cuts: int) -> tuple[Placement, 
     """The placements on the axes of `roles`, for a dim that is already split into `cuts` pieces."""
     placements: list[Placement] = [Replicate()] * roles.mesh.ndim
     if roles.shard_axis is not None:
-        placements[roles.shard_axis] = Shard(dim) if cuts == 1 else strided_shard(dim, cuts)
+        placements[roles.shard_axis] = Shard(dim) if cuts == 1 else strided_shard(dim, split_factor=cuts)
     if roles.sharded_replicas:
         assert roles.replicate_axis is not None
-        placements[roles.replicate_axis] = strided_shard(dim, cuts * roles.shard_size)
+        placements[roles.replicate_axis] = strided_shard(dim, split_factor=cuts * roles.shard_size)
     return tuple(placements)
 
 

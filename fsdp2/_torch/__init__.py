@@ -35,9 +35,8 @@ def make_spec(
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
-def strided_shard(dim: int, split_factor: int) -> Placement:
-    """`_StridedShard`: split `dim`, which another axis has split into `split_factor` pieces; no public one does."""
-    return _StridedShard(dim, split_factor=split_factor)
+# Splits a dim that another axis has split into `split_factor` pieces; no public placement does.
+strided_shard: Callable[..., Placement] = _StridedShard
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -69,17 +68,17 @@ def same_root_mesh(*meshes: DeviceMesh) -> bool:
         return torch.equal(*(mesh._get_root_mesh().mesh.flatten() for mesh in meshes))
 
 
+# A DTensor that requires no gradient, without the dispatch, checks and graph of `DTensor.from_local`. Only `__new__` is
+# called: `__init__` does nothing, and its wrapper for Dynamo costs as much as all the rest.
+plain_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
+
+
 def make_dtensor(
     local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False, kind: type[DTensor] = DTensor
 ) -> DTensor:
-    """A DTensor without the dispatch, checks and graph of `DTensor.from_local`. Only `__new__` is called: `__init__`
-    does nothing, and its wrapper for Dynamo costs as much as all the rest."""
+    """The same with other arguments."""
     tensor: DTensor = DTensor.__new__(kind, local, spec, requires_grad=requires_grad)
     return tensor
-
-
-# The same for a gradient, without a Python frame.
-plain_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
 
 
 def make_parameter(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
@@ -111,10 +110,8 @@ storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore
 parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 
 
-def subclassed_parameter(kind: type, data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    """`data` as a parameter of the user's own class, without calling a constructor that we do not know."""
-    param: nn.Parameter = torch.Tensor._make_subclass(kind, data, requires_grad)
-    return param
+# A tensor as a parameter of the user's own class, without calling a constructor that we do not know.
+subclassed_parameter: Callable[[type, torch.Tensor, bool], nn.Parameter] = torch.Tensor._make_subclass
 
 
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
@@ -157,11 +154,6 @@ outside_transforms: Callable[[], AbstractContextManager[object]] = torch._C._Dis
 
 # Whether a profiler of this process records: `record_function` costs microseconds even if none does.
 profiler_is_on: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled")
-
-
-def allows_direct_slots(module: nn.Module) -> bool:
-    """Whether the module has no `__setattr__` of its own (an RNN, for example, keeps a second list of its weights)."""
-    return type(module).__setattr__ is nn.Module.__setattr__
 
 
 def post_accumulate_grad_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
@@ -211,9 +203,8 @@ def foreach_divided(tensors: Sequence[torch.Tensor], divisor: float) -> list[tor
     return list(torch._foreach_div(list(tensors), divisor)) if tensors else []
 
 
-def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
-    """`torch._chunk_cat`: chunk along dim 0, pad with zeros, put chunk r of every tensor into row r of `out`."""
-    torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)
+# Chunks tensors along a dim, pads them with zeros, and puts chunk r of each into row r of `out`.
+chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 
 
 _own = threading.local()  # `name`: that of the group which this thread makes

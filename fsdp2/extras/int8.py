@@ -21,8 +21,9 @@ import torch
 from torch.nn.functional import pad
 
 from fsdp2._torch import foreach_copy
-from fsdp2.errors import ArgumentError
+from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.layout import ShardLayout
+from fsdp2.mesh import MeshRoles
 from fsdp2.runtime import hooks
 from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.gather import Gather
@@ -158,5 +159,11 @@ def _source_of(group: Bucket) -> Int8Shards | None:
     return Int8Shards(group) if group.params[0].plan.gather_dtype is torch.int8 else None
 
 
-hooks.gather_dtypes[torch.int8] = "int8"
+def _travels_in_int8(param: torch.Tensor, roles: MeshRoles) -> bool:
+    if roles.sharded_replicas:
+        raise UnsupportedError("all_gather_dtype does not go together with shard_replicas")
+    return param.dtype.is_floating_point and roles.shard_size > 1
+
+
+hooks.gather_dtypes[torch.int8] = _travels_in_int8
 hooks.sources.append(_source_of)

@@ -16,7 +16,7 @@ from fsdp2._torch import concatenate_meshes, flatten_mesh, strided_shard
 from fsdp2.arguments import unfit
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import dense_strides
-from fsdp2.mesh import MeshDims, MeshRoles
+from fsdp2.mesh import MeshRoles
 from fsdp2.runtime import hooks
 from fsdp2.specs import ParamSpecs, cuts_of
 
@@ -49,7 +49,7 @@ class SpmdRoles(MeshRoles):
 
 
 @dataclass(frozen=True)
-class DataParallelMeshDims(MeshDims):
+class DataParallelMeshDims:
     """Which axes of a full SPMD mesh are data parallel.
 
     Attributes:
@@ -137,7 +137,7 @@ def _on_full_mesh(fqn: str, param: torch.Tensor, dim: int, roles: SpmdRoles) -> 
     placements = list(param.placements)
     for axis in shard_axes:
         cuts = cuts_of(param.placements[axis + 1 :], mesh[tuple(names[axis + 1 :])], dim) if axis + 1 < mesh.ndim else 1
-        placements[axis] = Shard(dim) if cuts == 1 else strided_shard(dim, cuts)
+        placements[axis] = Shard(dim) if cuts == 1 else strided_shard(dim, split_factor=cuts)
     sharded_mesh, sharded_placements = mesh, placements
     if len(shard_axes) > 1:
         sharded_mesh, sharded_placements = _with_flat_axes(mesh, placements, roles, shard_axes[0])

@@ -29,7 +29,7 @@ from fsdp2._torch import backward_hooks_of, backward_is_running, foreach_add, lo
 from fsdp2.api import Draft
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.events import profiler_range
-from fsdp2.layout import ShardLayout, chunk_bounds, strides
+from fsdp2.layout import ShardLayout, strides
 from fsdp2.module import swapped_class
 from fsdp2.runtime import hooks
 from fsdp2.runtime.bucket import Bucket, Phase
@@ -419,7 +419,7 @@ def make_tiles(unit: Unit) -> None:
     groups = [_LayerGroup(group) for group in unit.groups]
     unit.groups = [*groups]
     layout = next(param for group in groups for param in group.params if param.slots[0].name == "weight").layout
-    bounds = chunk_bounds(layout.chunk, layer.num_tiles)
+    bounds = ShardLayout((layout.chunk,), 0, layer.num_tiles).bounds
     spans = [(start, stop - start) for start, stop in pairwise(bounds) if start < stop]
     wholes = [[_Whole(param, len(spans)) for param in group.params] for group in groups]
     for group, of_group in zip(groups, wholes, strict=True):

@@ -1,7 +1,7 @@
 """`ZeroPolicy`: the stages of ZeRO. Layer: extras, beside the policies.
 
-The core knows it as a `Sharding`: another mesh, other roles of its axes, and other settings for the backwards of a step
-before the last.
+The core asks it for another mesh, other roles of its axes, and other settings for the backwards of a step before the
+last.
 """
 
 from dataclasses import dataclass, replace
@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2._torch import real_tensors
 from fsdp2.errors import ArgumentError
 from fsdp2.mesh import MeshRoles, default_mesh
-from fsdp2.policies import Sharding, UnitSettings, boolean
+from fsdp2.policies import UnitSettings, boolean
 from fsdp2.runtime import hooks
 
 _meshes: dict[tuple[dist.ProcessGroup, int], DeviceMesh] = {}
 
 
 @dataclass(frozen=True)
-class ZeroPolicy(Sharding):
+class ZeroPolicy:
     """What is sharded, and when: the stages of ZeRO in one argument of `fully_shard`.
 
     =====  =============================  ==========================================================================

@@ -124,7 +124,7 @@ def _piece(whole: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
     piece = managed.geometry.to_memory(whole)
     piece = piece.narrow(dim, managed.layout.bounds[roles.shard_rank], managed.layout.local_size(roles.shard_rank))
     if managed.geometry.outer is not None:
-        rank = roles.replicate_rank
+        rank = roles.replicate.rank
         piece = piece.narrow(dim, managed.geometry.outer.bounds[rank], managed.geometry.outer.local_size(rank))
     return managed.geometry.from_memory(piece)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fsdp2._torch import copy_lists
 from fsdp2.comm.base import Collective, Operand, wrapped
 from fsdp2.layout import Lane, ShardLayout, pack
 from fsdp2.mesh import Axis

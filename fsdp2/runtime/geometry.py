@@ -34,7 +34,7 @@ class Geometry:
         self.local = self.layout, roles.shard_rank
         if roles.sharded_replicas:
             self.outer = ShardLayout(self.layout.local_shape(roles.shard_rank), dim, roles.replicate_size)
-            self.local = self.outer, roles.replicate_rank
+            self.local = self.outer, roles.replicate.rank
         layout, rank = self.local
         self.local_numel = layout.local_numel(rank)
         seen = self.from_memory(torch.empty(layout.local_shape(rank), device="meta"))

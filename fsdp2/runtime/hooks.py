@@ -52,8 +52,9 @@ sources: list[Callable[[Any], Any]] = []
 around_sources: list[Callable[[Any, Any], Any]] = []
 keeps: dict[Any, Callable[[Any], Any]] = {}
 keep_values: list[Callable[[Any], Any]] = []
-# The `all_gather_dtype`s of `MixedPrecisionPolicy` that a source implements, and its name.
-gather_dtypes: dict[Any, str] = {}
+# By the `all_gather_dtype` of `MixedPrecisionPolicy`: called with a parameter and its `MeshRoles`, returns whether it
+# travels so.
+gather_dtypes: dict[Any, Callable[[Any, Any], bool]] = {}
 # Called with an FQN and a local tensor: the object whose hooks change its all-gather, or None.
 gather_hooks: list[Callable[[str, Any], Any]] = []
 # By the `reduce_scatter_dtype` of `MixedPrecisionPolicy`: puts another `Comm` around that of the backend.

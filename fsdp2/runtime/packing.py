@@ -58,7 +58,7 @@ class Packing:
             buffer = torch.empty(size, self.segment, dtype=like.dtype, device=like.device)
             filled = [tensor for tensor in tensors if tensor.numel()] if self._has_empty else tensors
             if filled:
-                chunk_cat(filled, size, buffer)
+                chunk_cat(filled, 0, size, out=buffer)
             return buffer
         buffer = torch.zeros(size, self.segment, dtype=like.dtype, device=like.device)
         offset = 0

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import allows_direct_slots, parameter_slots
+from fsdp2._torch import parameter_slots
 
 
 class Slot:
@@ -18,7 +18,7 @@ class Slot:
     def __init__(self, module: nn.Module, name: str):
         self.name = name
         self._module = ref(module)
-        self._direct = allows_direct_slots(module)
+        self._direct = type(module).__setattr__ is nn.Module.__setattr__  # an RNN has a second list of its weights
 
     def get(self) -> torch.Tensor | None:
         """What the module holds now."""

@@ -239,7 +239,7 @@ REFUSALS = [
         "a custom collective serves one mesh; here a unit has two",
     ),
     Refusal(
-        ("reshard_int",), ("mesh_of_norms",), fsdp2.ArgumentError, "does not divide", "that mesh shards over 1 rank"
+        ("reshard_int",), ("mesh_of_norms",), fsdp2.ArgumentError, "expected a divisor", "that mesh shards over 1 rank"
     ),
     Refusal(("fp16_reduce",), ("bf16_wire",), fsdp2.ArgumentError, "narrower", "16 bits are not narrower than 16"),
     Refusal(("bf16_wire",), ("custom_scatter",), fsdp2.ArgumentError, "leave one out", "both say how rows travel"),

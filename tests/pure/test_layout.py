@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from fsdp2.layout import Lane, ShardLayout, choose_lane, chunk_bounds, pack, strides
+from fsdp2.layout import Lane, ShardLayout, choose_lane, pack, strides
 from fsdp2.runtime.gather import interleave
 
 SIZES = range(10)
@@ -19,7 +19,7 @@ def test_chunks_are_those_of_torch_chunk(size: int, parts: int) -> None:
     whole = torch.arange(size)
     expected = [chunk.tolist() for chunk in torch.chunk(whole, parts)] if size else []
     expected += [[] for _ in range(parts - len(expected))]
-    bounds = chunk_bounds(size, parts)
+    bounds = ShardLayout((size,), 0, parts).bounds
     assert [whole[bounds[r] : bounds[r + 1]].tolist() for r in range(parts)] == expected
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from fsdp2.extras.tiles import part_of
-from fsdp2.layout import ShardLayout, chunk_bounds
+from fsdp2.layout import ShardLayout
 
 
 def test_ranks_have_the_rows_that_torch_chunk_would_give_them() -> None:
@@ -14,7 +14,7 @@ def test_ranks_have_the_rows_that_torch_chunk_would_give_them() -> None:
         for ranks in range(1, 7):
             layout = ShardLayout((size, 3), 0, ranks)
             for tiles in range(1, layout.chunk + 1):
-                bounds = chunk_bounds(layout.chunk, tiles)
+                bounds = ShardLayout((layout.chunk,), 0, tiles).bounds
                 for start, stop in pairwise(bounds):
                     if start == stop:
                         continue
