@@ -13,7 +13,7 @@ expresses this, so that `full_tensor()` puts the pieces together in the right or
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 from weakref import WeakValueDictionary
@@ -44,25 +44,22 @@ class ParamSpecs:
     stride: tuple[int, ...]
     inner_mesh: DeviceMesh | None = None
     inner_placements: tuple[Placement, ...] = ()
-    _known: dict[tuple[str, torch.dtype], DTensorSpec] = field(default_factory=dict, compare=False, repr=False)
 
     def sharded(self, dtype: torch.dtype) -> DTensorSpec:
         """The spec of the sharded parameter, or of its gradient, in `dtype`."""
-        return self._spec("sharded", self.mesh, self.placements, dtype)
+        return self._spec(self.mesh, self.placements, dtype)
 
     def unsharded(self, dtype: torch.dtype) -> DTensorSpec:
         """The spec of the unsharded parameter, which must be a DTensor."""
         assert self.inner_mesh is not None
-        return self._spec("unsharded", self.inner_mesh, self.inner_placements, dtype)
+        return self._spec(self.inner_mesh, self.inner_placements, dtype)
 
-    def _spec(self, form: str, mesh: DeviceMesh, placements: Sequence[Placement], dtype: torch.dtype) -> DTensorSpec:
-        if (form, dtype) not in self._known:
-            placements = _interned(placements)
-            # An entry lives as long as its spec, which keeps the mesh alive, so that ids are not reused.
-            key = id(mesh), id(placements), self.shape, self.stride, dtype
-            spec = make_spec(mesh, placements, self.shape, self.stride, dtype)
-            self._known[form, dtype] = _specs.setdefault(key, spec)
-        return self._known[form, dtype]
+    def _spec(self, mesh: DeviceMesh, placements: Sequence[Placement], dtype: torch.dtype) -> DTensorSpec:
+        placements = _placements.setdefault(tuple((type(each), each) for each in placements), tuple(placements))
+        # An entry lives as long as its spec, which keeps the mesh alive, so that ids are not reused.
+        key = id(mesh), id(placements), self.shape, self.stride, dtype
+        found = _specs.get(key)
+        return found or _specs.setdefault(key, make_spec(mesh, placements, self.shape, self.stride, dtype))
 
     def gradient_placements(self, _grad: DTensor) -> tuple[Placement, ...]:
         """The placements that an unsharded gradient must have before its local tensor is reduced."""
@@ -73,10 +70,6 @@ class ParamSpecs:
 # identities first.
 _specs: WeakValueDictionary[Any, DTensorSpec] = WeakValueDictionary()
 _placements: dict[Any, tuple[Placement, ...]] = {}
-
-
-def _interned(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    return _placements.setdefault(tuple((type(each), each) for each in placements), tuple(placements))
 
 
 def specs_of(fqn: str, param: torch.Tensor, dim: int, roles: MeshRoles) -> ParamSpecs:
