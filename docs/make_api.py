@@ -7,7 +7,6 @@ from types import ModuleType
 
 import fsdp2
 from fsdp2 import checkpoint, compat, events, init, optim, parallel, plan, trace
-from fsdp2.comm import custom
 
 HEAD = """# API reference
 
@@ -42,7 +41,6 @@ def page() -> str:
             table("`fsdp2.trace`", [(name, getattr(trace, name)) for name in trace.__all__]),
             table("`fsdp2.compat`", [(name, getattr(compat, name)) for name in compat.__all__]),
             table("`fsdp2.events`", [("Event", events.Event), ("record", events.record)]),
-            table("`fsdp2.comm.custom`", [(cls.__name__, cls) for cls in (custom.AllGather, custom.ReduceScatter)]),
         ]
     )
 
@@ -56,7 +54,6 @@ def reference() -> dict[str, str]:
     pages["module"] = f"# Methods of a sharded module\n\n::: {_home(fsdp2, 'FSDPModule')}\n{shown}"
     pages["events"] = "# fsdp2.events\n\n::: fsdp2.events\n    options:\n      show_root_heading: false\n"
     pages["optim"] = "# fsdp2.optim\n\nBeside the names of `fsdp2`.\n\n" + "".join(_entries(optim, _only_in(optim)))
-    pages["custom"] = "# fsdp2.comm.custom\n\n" + "".join(_entries(custom, ["AllGather", "ReduceScatter"]))
     return pages
 
 

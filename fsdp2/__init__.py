@@ -4,9 +4,8 @@ Beside what is listed here there are the modules ``fsdp2.checkpoint``, ``fsdp2.i
 ``fsdp2.parallel``, ``fsdp2.plan``, ``fsdp2.trace``, ``fsdp2.compat`` and ``fsdp2.events``. All can be used after
 ``import fsdp2``, which loads some of them only then. ``fsdp2.__version__`` is the version.
 
-The public names are those in ``__all__`` of these modules, of ``fsdp2.events`` only ``Event`` and ``record``, and the
-interfaces ``AllGather`` and ``ReduceScatter`` of ``fsdp2.comm.custom``. Every other module, and every other name, may
-change or go without notice.
+The public names are those in ``__all__`` of these modules, and of ``fsdp2.events`` only ``Event`` and ``record``. Every
+other module, and every other name, may change or go without notice.
 """
 
 import importlib
@@ -30,7 +29,6 @@ from fsdp2.errors import (
 )
 from fsdp2.extras import comm_memory as _comm_memory  # noqa: F401  # adds two setters
 from fsdp2.extras import copying as _copying  # noqa: F401
-from fsdp2.extras import custom_comm as _custom_comm  # noqa: F401  # and two more
 from fsdp2.extras import gather_hooks as _gather_hooks  # noqa: F401
 from fsdp2.extras import in_place as _in_place  # noqa: F401
 from fsdp2.extras import int8 as _int8  # noqa: F401  # adds an `all_gather_dtype`
@@ -42,6 +40,7 @@ from fsdp2.extras import pipelining as _pipelining  # noqa: F401
 from fsdp2.extras import prediction as _prediction  # noqa: F401
 from fsdp2.extras import smaller as _smaller  # noqa: F401
 from fsdp2.extras.activations import ActivationOffload, offload_activations
+from fsdp2.extras.custom_comm import AllGather, ReduceScatter
 from fsdp2.extras.finalization import GradientReductionHandle
 from fsdp2.extras.forward_methods import register_fsdp_forward_method
 from fsdp2.extras.full_params import full_params
@@ -82,6 +81,7 @@ from fsdp2.wrap import WrapReport, auto_shard, by_class, by_predicate, by_size, 
 
 __all__ = [
     "ActivationOffload",
+    "AllGather",
     "ArgumentError",
     "CPUOffloadPolicy",
     "CheckpointError",
@@ -100,6 +100,7 @@ __all__ = [
     "OffloadedOptimizer",
     "OptionalPolicy",
     "OrderError",
+    "ReduceScatter",
     "ReplacedError",
     "ShardPlacementResult",
     "StepError",

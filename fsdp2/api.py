@@ -5,14 +5,13 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeVar, Unpack, overload
-from warnings import warn
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._torch import is_replicated, parameter_slots
 from fsdp2.arguments import PlacementFn, Placing, chosen_features, parameter_set, to_precision_policy, unfit
-from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
+from fsdp2.errors import ArgumentError, MisuseError, OrderError
 from fsdp2.mesh import MeshRoles, default_mesh, roles_of
 from fsdp2.module import FSDPModule, swapped_class
 from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, UnitSettings, kept_by
@@ -122,8 +121,10 @@ def fully_shard(
     mesh = default_mesh() if mesh is None else mesh
     roles = roles_of(mesh) if dims is None else dims.roles(mesh)
     roles = roles if zero is None else zero.roles(roles)
-    wanted = reshard_after_forward if zero is None else zero.reshard_after_forward(reshard_after_forward)
-    reshard_to = _check_reshard(wanted, roles)
+    reshard_to = reshard_after_forward if zero is None else zero.reshard_after_forward(reshard_after_forward)
+    if not isinstance(reshard_to, (bool, type(None))):
+        check = hooks.implementation(hooks.options, "reshard_after_forward", f"reshard_after_forward={reshard_to!r}")
+        reshard_to = check((reshard_to, roles))
     placing = Placing(roles, shard_placement_fn, precision, offload, reshard_to, zero)
     apart = [each for _, each in _managed_modules(modules) if any(needs(each) for needs in hooks.needs_own_unit)]
     others = [each for each in modules if each not in apart]
@@ -149,7 +150,7 @@ class Draft:
     Attributes:
         managed: the modules whose parameters it will manage, with names.
         planned, tied: those of `places`, divided into its own and those of other units, with name and slots here.
-        smaller: by the roles of a parameter: on the mesh to reshard to after forward.
+        smaller: by the roles of a parameter: those on the mesh to reshard to after forward, if it is another.
     """
 
     placing: Placing
@@ -158,7 +159,7 @@ class Draft:
     places: Places
     planned: deque[tuple[nn.Parameter, Plan]]
     tied: list[tuple[str, list[Slot], ManagedParameter]]
-    smaller: dict[MeshRoles, MeshRoles | None]
+    smaller: dict[MeshRoles, MeshRoles]
 
 
 def _draft(modules: list[nn.Module], apart: Collection[nn.Module], placing: Placing, ignored: set[Any]) -> Draft:
@@ -180,10 +181,9 @@ def _draft(modules: list[nn.Module], apart: Collection[nn.Module], placing: Plac
         tied.append((fqn, slots, known))
     offloads = placing.offload.of_params([param.nbytes for param, _ in planned])
     plans = deque((param, replace(plan, offload=each)) for (param, plan), each in zip(planned, offloads, strict=True))
-    smaller = {plan.roles: _smaller(plan.roles, placing.reshard_to) for _, plan in planned}
     for each in modules:
         swapped_class(type(each))  # which may be impossible
-    return Draft(placing, modules, managed, places, plans, tied, smaller)
+    return Draft(placing, modules, managed, places, plans, tied, {})
 
 
 def _build(draft: Draft, settings: UnitSettings) -> None:
@@ -207,7 +207,7 @@ def _build(draft: Draft, settings: UnitSettings) -> None:
                 buffer.data = buffer.to(device)  # the same object: it may have other names
     unit = Unit(modules, list(groups.values()), device, placing.policy, settings)
     for group, (keep, *_) in zip(unit.groups, groups, strict=True):
-        group.smaller, group.keep = None if keep == "host" else draft.smaller[group.roles], keep
+        group.smaller, group.keep = None if keep == "host" else draft.smaller.get(group.roles), keep
     for _, slots, tied in draft.tied:
         _share(slots, tied, unit)
     for module in modules:
@@ -252,29 +252,6 @@ def _check_order(places: Places) -> None:
                         f"fully_shard: '{fqn}' is sharded already, as '{known.fqn}' of the {of}. Call fully_shard on a "
                         "module before you call it on one that holds it."
                     )
-
-
-def _check_reshard(value: bool | int | None, roles: MeshRoles) -> bool | int | None:
-    if value is None or isinstance(value, bool):
-        return value
-    if not isinstance(value, int):
-        raise ArgumentError(f"reshard_after_forward: expected a bool, an int or None, got {value!r}")
-    if value < 1 or roles.shard_size % value != 0:
-        error = ArgumentError if roles.own_specs is None else UnsupportedError  # torch has no such mesh there
-        size = f"the shard axis' size {roles.shard_size} of {roles.mesh}"
-        raise error(f"reshard_after_forward: expected a divisor of {size}, got {value}")
-    if value == 1:
-        warn("reshard_after_forward=1 keeps parameters unsharded, as False does; pass False", stacklevel=3)
-        return False
-    return True if value == roles.shard_size else value
-
-
-def _smaller(roles: MeshRoles, reshard_to: bool | int | None) -> MeshRoles | None:
-    """The mesh to reshard to after forward. A parameter may have its own, which must allow it too."""
-    if reshard_to is None or isinstance(reshard_to, bool) or roles.shard_axis is None:
-        return None
-    _check_reshard(reshard_to, roles)
-    return roles.smaller(reshard_to)
 
 
 def _share(slots: list[Slot], param: ManagedParameter, unit: Unit) -> None:

@@ -12,19 +12,14 @@ replicate axes alone   replicate                    DDP-like: whole parameters, 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fsdp2._torch import flatten_mesh, new_group_of, real_tensors
+from fsdp2._torch import flatten_mesh, real_tensors
 from fsdp2.errors import ArgumentError, MisuseError
-
-# Meshes to which units reshard after forward, by the default process group (after `destroy_process_group` an equal mesh
-# has other groups), the mesh that they were created from, and the size. All units of that mesh share their groups.
-_smaller_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[DeviceMesh, int], DeviceMesh]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -105,27 +100,6 @@ class MeshRoles:
             return self
         flat = flatten_mesh(self.mesh)
         return replace(self, replicate_axis=0, shard_axis=None, sharded_replicas=False, flat=flat)
-
-    def smaller(self, size: int) -> "MeshRoles":
-        """Roles on the mesh to which units reshard after forward: the shard axis cut into groups of `size` ranks, which
-        together hold a parameter once. The first call for a mesh and size creates process groups, so every rank of the
-        mesh must make these calls in the same order."""
-        world = dist.group.WORLD
-        assert world is not None
-        known, key = _smaller_meshes.setdefault(world, {}), (self.mesh, size)
-        if key not in known:
-            with real_tensors():
-                ranks = self.shard_mesh.mesh.view(-1, size)
-                group, place = divmod(self.shard_rank, size)
-                # `DeviceMesh` would make all groups of a mesh and count them to name them. Where this mesh is part of a
-                # larger one, other ranks make another mesh, and groups of different ranks would have one name.
-                backend = dist.get_backend_config(self.shard.group)
-                own = ranks[:, place].tolist(), ranks[group].tolist()
-                groups = [new_group_of(each, backend, "smaller") for each in own]
-                known[key] = DeviceMesh.from_group(
-                    groups, self.mesh.device_type, mesh=ranks, mesh_dim_names=("groups", "shard")
-                )
-        return MeshRoles(known[key], replicate_axis=0, shard_axis=1)
 
 
 def _axis_of(mesh: DeviceMesh, axis: int | None) -> Axis:

@@ -11,7 +11,6 @@ from weakref import ref
 import torch
 from torch import nn
 
-from fsdp2.comm.custom import AllGather, ReduceScatter
 from fsdp2.errors import ArgumentError
 from fsdp2.policies import boolean, kept_by
 from fsdp2.runtime import hooks
@@ -108,13 +107,13 @@ class Settings:
         with_mesh = hook if hook is None or has_meshes else lambda flat, _mesh: hook(flat)
         change_settings(self, False, all_reduce_hook=None if with_mesh is None else (with_mesh, stream))
 
-    def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Use a custom all-gather for this unit; see `fsdp2.comm.custom.AllGather`. Every rank must set the same.
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Use a custom all-gather for this unit; see `AllGather`. Every rank must set the same.
         Raises `ArgumentError` if the unit's parameters are on several meshes."""
         _by_feature("set_custom_all_gather", self, comm)
 
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Use a custom reduce-scatter for this unit; see `fsdp2.comm.custom.ReduceScatter`. Every rank must set the
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Use a custom reduce-scatter for this unit; see `ReduceScatter`. Every rank must set the
         same. Raises `ArgumentError` if the unit's parameters are on several meshes, or its policy has a
         `reduce_scatter_dtype`."""
         _by_feature("set_custom_reduce_scatter", self, comm)

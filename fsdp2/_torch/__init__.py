@@ -5,15 +5,11 @@ each, `shared` those of several; a torch upgrade touches this folder only. Check
 2.11.0, 2.13.0 and 2.15.0, and with a third of them on 2.14.1.
 """
 
-import hashlib
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -205,32 +201,6 @@ def foreach_divided(tensors: Sequence[torch.Tensor], divisor: float) -> list[tor
 
 # Chunks tensors along a dim, pads them with zeros, and puts chunk r of each into row r of `out`.
 chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
-
-
-_own = threading.local()  # `name`: that of the group which this thread makes
-_name_of_torch = distributed_c10d._hash_ranks_to_str
-distributed_c10d._hash_ranks_to_str = lambda ranks: getattr(_own, "name", "") or _name_of_torch(ranks)
-_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-
-
-def new_group_of(ranks: list[int], backend: str, name: str) -> dist.ProcessGroup:
-    """A new group that is made by its ranks alone, which must have made equally many of these ranks before.
-
-    torch names such a group after its ranks and the number of all groups of this process, in which ranks may differ;
-    ranks with different names wait for each other in vain. And if a program bound the default group to a device, torch
-    would split its communicator, which all its ranks have to do (https://github.com/pytorch/pytorch/pull/129965).
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    made = _made.setdefault(world, Counter())
-    made[tuple(ranks)] += 1
-    bound, world.bound_device_id = world.bound_device_id, None
-    _own.name = hashlib.sha256(f"fsdp2 {ranks} {made[tuple(ranks)]}".encode()).hexdigest()
-    try:
-        group = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=name)
-        return cast(dist.ProcessGroup, group)
-    finally:
-        world.bound_device_id, _own.name = bound, ""
 
 
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType

@@ -1,10 +1,15 @@
 """Private names of torch for `fsdp2.extras`. Ground layer."""
 
-from typing import Any
+import hashlib
+import threading
+from collections import Counter
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.distributed import distributed_c10d
 
 from fsdp2._torch import GATHER_OPTIONS, Op, collective_of, scatter_options
 
@@ -49,3 +54,29 @@ def all_gather_flat(output: torch.Tensor, source: torch.Tensor, group: dist.Proc
 def reduce_scatter_flat(output: torch.Tensor, source: torch.Tensor, op: Op, group: dist.ProcessGroup) -> dist.Work:
     """The flat reduce-scatter, asynchronous."""
     return collective_of(group, "reduce_scatter_single")(output, source, scatter_options(op))
+
+
+_own = threading.local()  # `name`: that of the group which this thread makes
+_name_of_torch = distributed_c10d._hash_ranks_to_str
+distributed_c10d._hash_ranks_to_str = lambda ranks: getattr(_own, "name", "") or _name_of_torch(ranks)
+_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+
+
+def new_group_of(ranks: list[int], backend: str, name: str) -> dist.ProcessGroup:
+    """A new group that is made by its ranks alone, which must have made equally many of these ranks before.
+
+    torch names such a group after its ranks and the number of all groups of this process, in which ranks may differ;
+    ranks with different names wait for each other in vain. And if a program bound the default group to a device, torch
+    would split its communicator, which all its ranks have to do (https://github.com/pytorch/pytorch/pull/129965).
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    made = _made.setdefault(world, Counter())
+    made[tuple(ranks)] += 1
+    bound, world.bound_device_id = world.bound_device_id, None
+    _own.name = hashlib.sha256(f"fsdp2 {ranks} {made[tuple(ranks)]}".encode()).hexdigest()
+    try:
+        group = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=name)
+        return cast(dist.ProcessGroup, group)
+    finally:
+        world.bound_device_id, _own.name = bound, ""

@@ -27,9 +27,8 @@ from fsdp2._torch.extras import (
     symmetric_empty,
     use_symmetric_memory,
 )
-from fsdp2.comm.custom import AllGather, ReduceScatter
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
-from fsdp2.extras.custom_comm import customise, customised_by_user
+from fsdp2.extras.custom_comm import AllGather, ReduceScatter, customise, customised_by_user
 from fsdp2.runtime import hooks
 from fsdp2.runtime.unit import unit_for
 from fsdp2.settings import groups_of

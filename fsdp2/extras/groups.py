@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2._torch import new_group_of
+from fsdp2._torch.extras import new_group_of
 from fsdp2.runtime import hooks
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import unit_for

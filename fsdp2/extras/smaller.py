@@ -7,13 +7,21 @@ For 8 ranks and groups of 2, with the rows of a parameter that rank 5 holds::
     unsharded   [0-7            ]     gathered from 8 ranks for forward, from 2 for backward
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
+from warnings import warn
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from fsdp2._torch import make_parameter
+from fsdp2._torch import make_parameter, real_tensors
+from fsdp2._torch.extras import new_group_of
+from fsdp2.api import Draft
+from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.mesh import MeshRoles
 from fsdp2.runtime import hooks
 from fsdp2.runtime.bucket import Bucket
@@ -76,8 +84,61 @@ def _copied(param: ManagedParameter, roles: MeshRoles) -> torch.Tensor:
     return local.view(-1)
 
 
+# The meshes, by the default process group (after `destroy_process_group` an equal mesh has other groups), the mesh that
+# they were created from, and the size. All units of that mesh share their groups.
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[DeviceMesh, int], DeviceMesh]] = WeakKeyDictionary()
+
+
+def smaller(roles: MeshRoles, size: int) -> MeshRoles:
+    """Roles on the mesh to which units reshard after forward: the shard axis cut into groups of `size` ranks, which
+    together hold a parameter once. The first call for a mesh and size creates process groups, so every rank of the mesh
+    must make these calls in the same order."""
+    world = dist.group.WORLD
+    assert world is not None
+    known, key = _meshes.setdefault(world, {}), (roles.mesh, size)
+    if key not in known:
+        with real_tensors():
+            ranks = roles.shard_mesh.mesh.view(-1, size)
+            group, place = divmod(roles.shard_rank, size)
+            # `DeviceMesh` would make all groups of a mesh and count them to name them. Where this mesh is part of a
+            # larger one, other ranks make another mesh, and groups of different ranks would have one name.
+            backend = dist.get_backend_config(roles.shard.group)
+            own = ranks[:, place].tolist(), ranks[group].tolist()
+            groups = [new_group_of(each, backend, "smaller") for each in own]
+            names = ("groups", "shard")
+            known[key] = DeviceMesh.from_group(groups, roles.mesh.device_type, mesh=ranks, mesh_dim_names=names)
+    return MeshRoles(known[key], replicate_axis=0, shard_axis=1)
+
+
+def _check(chosen: tuple[Any, MeshRoles]) -> bool | int:
+    """An int for `reshard_after_forward`; a bool of the same effect, where there is one."""
+    value, roles = chosen
+    if not isinstance(value, int):
+        raise ArgumentError(f"reshard_after_forward: expected a bool, an int or None, got {value!r}")
+    if value < 1 or roles.shard_size % value != 0:
+        error = ArgumentError if roles.own_specs is None else UnsupportedError  # torch has no such mesh there
+        size = f"the shard axis' size {roles.shard_size} of {roles.mesh}"
+        raise error(f"reshard_after_forward: expected a divisor of {size}, got {value}")
+    if value == 1:
+        warn("reshard_after_forward=1 keeps parameters unsharded, as False does; pass False", stacklevel=3)
+        return False
+    return True if value == roles.shard_size else value
+
+
+def _plan(drafts: Sequence[Draft]) -> None:
+    """Make the meshes. A parameter may have its own mesh, which must allow the size too."""
+    for draft in drafts:
+        size = draft.placing.reshard_to
+        for roles in dict.fromkeys(plan.roles for _, plan in draft.planned):
+            if size is not None and not isinstance(size, bool) and roles.shard_axis is not None:
+                _check((size, roles))
+                draft.smaller[roles] = smaller(roles, size)
+
+
 def _over_smaller(source: Source, group: Bucket) -> Source:
     return source if group.smaller is None else SmallerShards(source, group.smaller)
 
 
+hooks.options["reshard_after_forward"] = _check
+hooks.units_drafted.append(_plan)
 hooks.around_sources.append(_over_smaller)

@@ -14,7 +14,8 @@ from torch import nn
 from fsdp2.errors import UnsupportedError
 
 # Arguments of `fully_shard` that features understand: the function that checks a value that is not False, and returns
-# what `UnitSettings.features` has under this name.
+# what `UnitSettings.features` has under this name; for ``reshard_after_forward``, from an int and the `MeshRoles`, what
+# it means.
 options: dict[str, Callable[[Any], Any]] = {}
 # Called by `fully_shard`: with each module that its units would manage, which may need a unit of its own; with the
 # drafts of all units that it will make, before anything is changed; with `ignored_params`; with each parameter that it

@@ -13,6 +13,7 @@ from fsdp2.comm.flat import FlatComm, NcclComm
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.extras.groups import separate_group
 from fsdp2.extras.narrow import NarrowComm
+from fsdp2.extras.smaller import smaller as smaller_roles
 from fsdp2.mesh import roles_of
 from tests.helpers.collectives import Scatter, all_gather, all_reduce, reduce_scatter
 from tests.helpers.ranks import on_ranks
@@ -357,7 +358,7 @@ def test_smaller_meshes_of_parts_of_a_mesh(rank: int, world_size: int) -> None:
     """Pipeline stages, or ranks of a tensor-parallel group, reshard to smaller meshes of their own. Groups of different
     ranks had one name, so that they read each other's keys in the store."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))["shard"]
-    smaller = roles_of(mesh).smaller(1)
+    smaller = smaller_roles(roles_of(mesh), 1)
     assert smaller.replicate_size == 2 and smaller.shard_size == 1
     total = torch.tensor([float(rank)])
     dist.all_reduce(total, group=smaller.replicate_group)

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from fsdp2 import fully_shard
 from fsdp2._torch.extras import all_gather_flat, reduce_scatter_flat
 from fsdp2.comm.base import Operand
-from fsdp2.comm.custom import AllGather, ReduceScatter
 from fsdp2.comm.flat import FlatComm, NcclComm
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.extras.comm_memory import FlatAllGather, FlatReduceScatter, GroupMemory, SymmetricMemory
-from fsdp2.extras.custom_comm import CustomComm
+from fsdp2.extras.custom_comm import AllGather, CustomComm, ReduceScatter
 from fsdp2.layout import Lane, ShardLayout
 from tests.helpers.collectives import Scatter, all_gather, all_reduce, reduce_scatter
 from tests.helpers.ranks import on_ranks

@@ -203,11 +203,10 @@ def _destroy_groups() -> None:
     if len(made) <= KEPT_GROUPS:
         return
     # Workers are forked before the package is imported.
-    from fsdp2 import mesh
-    from fsdp2.extras import groups, zero
+    from fsdp2.extras import groups, smaller, zero
     from fsdp2.parallel import meshes
 
-    known: list[Any] = [groups._separate, mesh._smaller_meshes, zero._meshes, meshes._known]
+    known: list[Any] = [groups._separate, smaller._meshes, zero._meshes, meshes._known]
     for each in known:
         each.clear()
     forget_meshes()

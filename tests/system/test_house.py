@@ -109,7 +109,6 @@ LAYERS: list[tuple[str, ...]] = [
     ("watch",),
     ("comm",),
     ("comm.flat", "comm.gloo"),
-    ("comm.custom",),
     ("comm.base", "comm.scaling"),
     ("specs",),
     ("mesh",),
@@ -149,7 +148,7 @@ PUBLIC_PACKAGES = (
     "fsdp2.plan",
     "fsdp2.trace",
 )
-PUBLIC_NAMES = {"fsdp2.events": ["Event", "record"], "fsdp2.comm.custom": ["AllGather", "ReduceScatter"]}
+PUBLIC_NAMES = {"fsdp2.events": ["Event", "record"]}
 
 # `import fsdp2` must not load these.
 LOADED_ON_DEMAND = ("checkpoint", "plan", "trace", "compat")
@@ -410,7 +409,7 @@ def test_public_names_are_documented(imported: dict[str, Any]) -> None:
 
 
 def test_public_names_are_in_the_reference(imported: dict[str, Any]) -> None:
-    """`fsdp2.optim` and `fsdp2.comm.custom` had no section, in the index and on the site."""
+    """`fsdp2.optim` had no section, in the index and on the site."""
     page = (ROOT / "docs" / "api.md").read_text()
     names = [name for package in PUBLIC_PACKAGES for name in imported["names"][package]]
     names += [name for own in PUBLIC_NAMES.values() for name in own]
