@@ -14,7 +14,7 @@ from fsdp2.arguments import PlacementFn, Placing, chosen_features, parameter_set
 from fsdp2.errors import ArgumentError, MisuseError, OrderError
 from fsdp2.mesh import MeshRoles, default_mesh, roles_of
 from fsdp2.module import FSDPModule, swapped_class
-from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, UnitSettings, kept_by
+from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, UnitSettings
 from fsdp2.runtime import hooks
 from fsdp2.runtime.forward import attach
 from fsdp2.runtime.parameter import ManagedParameter, Plan, managed_by
@@ -193,7 +193,7 @@ def _build(draft: Draft, settings: UnitSettings) -> None:
     while planned:
         param, plan = planned.popleft()
         fqn, slots = draft.places.pop(param)  # so that a parameter's whole data is freed as soon as it is sharded
-        keep = kept_by(zero, not param.requires_grad)
+        keep = zero is not None and not param.requires_grad and zero.keep_frozen
         data = placing.local(param)  # the values, where the sharded parameter will live
         data = data if data.is_meta else data.to(plan.home)
         new = ManagedParameter(slots, fqn, param, data, plan)
@@ -230,9 +230,11 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             raise ArgumentError(f"fully_shard: expected an nn.Module, got {type(each)}")
         name = type(each).__name__
         if not is_list and isinstance(each, _CONTAINERS) and not has_forward(each):
+            of_modules = isinstance(each, (nn.ModuleList, nn.ModuleDict))
+            instead = "its elements, or on a list of them" if of_modules else "the module that computes with them"
             raise ArgumentError(
                 f"fully_shard: {name} has no forward, so its parameters would never be gathered; call fully_shard on "
-                "its elements, on a list of them, or on the module that computes with them"
+                f"{instead}"
             )
         if unit_of(each) is not None:
             raise MisuseError(f"fully_shard: this {name} is sharded already; call it once a module")

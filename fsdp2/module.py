@@ -17,7 +17,7 @@ from fsdp2.runtime import hooks
 from fsdp2.runtime.bucket import Phase
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit, unit_for
-from fsdp2.settings import Settings
+from fsdp2.settings import Settings, by_feature
 
 _TorchFSDPModule: Any = torch.distributed.fsdp.FSDPModule
 _swapped_classes: dict[type, type] = {}
@@ -151,8 +151,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         """Whether backward leaves gradients unreduced until `finalize_backward` (default False). For pipelines, and for
         overlapping reductions with other work. Takes effect at the next backward; then `set_is_last_backward` has no
         meaning. Raises `OrderError` if this module is not the root."""
-        name = "set_manual_backward_finalization"
-        hooks.implementation(hooks.setters, name, name)(self, boolean("enable", enable))
+        by_feature("set_manual_backward_finalization", self, boolean("enable", enable))
 
     def finalize_backward(self, *, async_op: bool = False) -> Pending | None:
         """Reduce all gradients and reshard, after the last backward in manual mode. Collective: every rank must call
@@ -176,8 +175,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             model.set_requires_gradient_sync(True)
             model.finalize_backward()
         """
-        finalize = hooks.implementation(hooks.setters, "finalize_backward", "finalize_backward")
-        return finalize(self, async_op)  # type: ignore[no-any-return]
+        return by_feature("finalize_backward", self, async_op)  # type: ignore[no-any-return]
 
     def _get_fsdp_state(self) -> Any:
         return unit_for(self)

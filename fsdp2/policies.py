@@ -107,8 +107,8 @@ def _unfit(name: str, expected: str, got: object) -> ArgumentError:
 def _check_dtype(name: str, value: Any) -> None:
     if value is None or (isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex)):
         return
-    named = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(value, value) if type(value) is str else ""
-    dtype = getattr(torch, named, None)
+    name_of = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    dtype = getattr(torch, name_of.get(str(value), str(value)), None)
     hint = f"; pass {dtype}" if isinstance(dtype, torch.dtype) else ""
     raise _unfit(f"MixedPrecisionPolicy: {name}", "a floating-point dtype or None", f"{value!r}{hint}")
 
@@ -118,11 +118,6 @@ def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise _unfit(name, "a bool", repr(value))
     return value
-
-
-def kept_by(zero: Any, are_frozen: bool) -> bool | str:
-    """What a group of parameters keeps when it reshards: a key of `hooks.keeps`, or False."""
-    return zero.keep_frozen if zero is not None and are_frozen else False
 
 
 @dataclass(frozen=True)

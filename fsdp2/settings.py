@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp2.errors import ArgumentError
-from fsdp2.policies import boolean, kept_by
+from fsdp2.policies import boolean
 from fsdp2.runtime import hooks
 from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.root import units_below
@@ -110,19 +110,19 @@ class Settings:
     def set_custom_all_gather(self, comm: Any) -> None:
         """Use a custom all-gather for this unit; see `AllGather`. Every rank must set the same.
         Raises `ArgumentError` if the unit's parameters are on several meshes."""
-        _by_feature("set_custom_all_gather", self, comm)
+        by_feature("set_custom_all_gather", self, comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Use a custom reduce-scatter for this unit; see `ReduceScatter`. Every rank must set the
         same. Raises `ArgumentError` if the unit's parameters are on several meshes, or its policy has a
         `reduce_scatter_dtype`."""
-        _by_feature("set_custom_reduce_scatter", self, comm)
+        by_feature("set_custom_reduce_scatter", self, comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether this unit's communication buffers come from the process group (NCCL: registered memory). Data is
         copied in and out, so this helps only where the backend is faster with its own memory. On a backend without such
         memory it warns and changes nothing. Raises `MisuseError` if a custom collective was set before."""
-        _by_feature("set_allocate_memory_from_process_group_for_comm", self, boolean("enable", enable))
+        by_feature("set_allocate_memory_from_process_group_for_comm", self, boolean("enable", enable))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Allocate this unit's communication buffers in symmetric memory. Collective.
@@ -132,13 +132,13 @@ class Settings:
             MisuseError: a custom collective was set before.
             ArgumentError: `backend` is unknown, or several reductions may be in flight; there is one buffer for them.
         """
-        _by_feature("set_symm_mem_for_comm", self, backend)
+        by_feature("set_symm_mem_for_comm", self, backend)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reduce-scatters have their own process group (default False). Recursive. An NCCL group runs one
         collective at a time, so that all-gathers and reduce-scatters in backward wait for each other. The first call
         for a mesh creates the group and is collective; later calls reuse it."""
-        _by_feature("set_separate_reduce_scatter_group", self, boolean("enable", enable), recurse)
+        by_feature("set_separate_reduce_scatter_group", self, boolean("enable", enable), recurse)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change the `reshard_after_forward` of `fully_shard`, including the root's default. Recursive."""
@@ -169,16 +169,12 @@ class Settings:
         """Whether forward prefetches, without lists, the unit that ran next in the last two iterations, if their order
         was the same (default False). Set it on the root. If the order changes, prefetching stops at the first
         difference and resumes after two equal iterations. As always, every rank must run units in the same order."""
-        _by_feature("set_auto_forward_prefetch", self, boolean("enable", enable))
+        by_feature("set_auto_forward_prefetch", self, boolean("enable", enable))
 
     def set_keep_unsharded_storage(self, enable: bool, *, recurse: bool = True) -> None:
         """Whether resharded parameters keep the memory of the unsharded ones, at the same address (default False).
         Recursive. They are still gathered again. Avoids allocations; capture in a CUDA graph was never tried."""
-        for unit in _units(self, recurse):
-            for group in unit.groups:
-                is_frozen = not any(param.sharded.requires_grad for param in group.params)
-                otherwise = kept_by(unit.settings.zero, is_frozen)
-                group.set_keep("storage" if boolean("enable", enable) else otherwise)
+        by_feature("set_keep_unsharded_storage", self, boolean("enable", enable), recurse)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next root forward's all-gathers wait for `event` instead of all work issued to the current stream so
@@ -189,24 +185,26 @@ class Settings:
         """Exists for compatibility; all-gathers are always asynchronous here."""
 
 
-def _units(module: Any, recurse: bool) -> list[Unit]:
+def units_of(module: Any, recurse: bool) -> list[Unit]:
+    """The unit of `module` and its followers; with `recurse`, all units below it."""
     unit = unit_for(module)
     return units_below(module) if recurse else [unit, *unit.followers]
 
 
 def change_settings(module: Any, recurse: bool, **changes: Any) -> None:
     """Change fields of `UnitSettings` for the unit of `module`; with `recurse` for the units below it."""
-    for unit in _units(module, recurse):
+    for unit in units_of(module, recurse):
         unit.settings = replace(unit.settings, **changes)
 
 
 def groups_of(module: object) -> list[Bucket]:
     """Those of the unit, and of its followers."""
-    return [group for unit in _units(module, recurse=False) for group in unit.groups]
+    return [group for unit in units_of(module, recurse=False) for group in unit.groups]
 
 
-def _by_feature(name: str, *args: Any) -> None:
-    hooks.implementation(hooks.setters, name, name)(*args)
+def by_feature(name: str, *args: Any) -> Any:
+    """Call the method of this name that a feature implements."""
+    return hooks.implementation(hooks.setters, name, name)(*args)
 
 
 def unit_in(call: str, module: Any) -> Unit:

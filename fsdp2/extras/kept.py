@@ -21,6 +21,7 @@ from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.source import Around, Source
 from fsdp2.runtime.storage import ReleasedMemory
+from fsdp2.settings import units_of
 from fsdp2.watch.exchange import Exchange, at_once
 
 
@@ -171,5 +172,14 @@ def _has_shard(param: ManagedParameter) -> bool:
     return torch.equal(rows, shard.to(rows.device, rows.dtype))
 
 
+def _keep_storage(module: object, enable: bool, recurse: bool) -> None:
+    for unit in units_of(module, recurse):
+        zero = unit.settings.zero
+        for group in unit.groups:
+            is_frozen = not any(param.sharded.requires_grad for param in group.params)
+            group.set_keep("storage" if enable else zero is not None and is_frozen and zero.keep_frozen)
+
+
+hooks.setters["set_keep_unsharded_storage"] = _keep_storage
 hooks.keeps.update({"storage": SameAddress, True: Frozen, "host": OnHost})
 hooks.keep_values.append(_for_evaluation)
