@@ -104,8 +104,6 @@ version: Callable[[torch.Tensor], int] = attrgetter("_version")  # how often aut
 storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 # Where a module's parameters live; `setattr` costs ten times as much.
 parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-
-
 # A tensor as a parameter of the user's own class, without calling a constructor that we do not know.
 subclassed_parameter: Callable[[type, torch.Tensor, bool], nn.Parameter] = torch.Tensor._make_subclass
 
@@ -120,12 +118,8 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpe
 # Runs a function when the backward pass that is running now has finished (only callable from within one).
 queue_backward_callback: Callable[[Callable[[], None]], None]
 queue_backward_callback = torch.autograd.Variable._execution_engine.queue_callback
-
-
 # A number for the backward pass that this thread runs; -1 for none. A nested backward has its own number.
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
-
-
 # The number of the next node that this thread adds to the autograd graph (they ascend), and that of a node; whether the
 # backward that runs now has a node in its graph and runs it.
 next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -142,12 +136,8 @@ def backward_is_running() -> bool:
 forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 # Whether a transform of `torch.func` is active.
 transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
 # Runs a block as if no transform of `torch.func` were active: a tensor that is created within one is unusable later.
 outside_transforms: Callable[[], AbstractContextManager[object]] = torch._C._DisableFuncTorch
-
-
 # Whether a profiler of this process records: `record_function` costs microseconds even if none does.
 profiler_is_on: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled")
 
@@ -203,12 +193,11 @@ def foreach_divided(tensors: Sequence[torch.Tensor], divisor: float) -> list[tor
 chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 
 
-Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 GATHER_OPTIONS = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
 GATHER_OPTIONS.asyncOp = True
 
 
-def scatter_options(op: Op) -> Any:
+def scatter_options(op: Any) -> Any:
     """The options of an asynchronous reduce-scatter."""
     options: Any = dist.ReduceScatterOptions()
     options.reduceOp = op

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d
 
-from fsdp2._torch import GATHER_OPTIONS, Op, collective_of, scatter_options
+from fsdp2._torch import GATHER_OPTIONS, collective_of, scatter_options
+
+Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 def group_allocates(group: dist.ProcessGroup, device: torch.device) -> bool:
