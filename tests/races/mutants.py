@@ -330,9 +330,9 @@ MUTANTS: tuple[Mutant, ...] = (
     # --- communication ---
     Mutant(
         "comm: works are not waited for",
-        "comm.base",
-        "        started.wait()\n",
-        "",
+        "watch.exchange",
+        "            pending.wait()\n",
+        "            pass\n",
         "over_nccl",
     ),
     Mutant(
