@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 import torch.distributed.fsdp
 
+from fsdp2._torch import outside_transforms
 from fsdp2.comm.base import Pending
 from fsdp2.errors import MisuseError, OrderError
 from fsdp2.policies import boolean
@@ -48,7 +49,8 @@ class UnshardHandle:
     def wait(self) -> None:
         """Make the unsharded parameters usable. A second call does nothing."""
         if self._unit is not None:
-            self._unit.wait_for_unshard()
+            with outside_transforms():
+                self._unit.wait_for_unshard()
             self._unit = None
 
 
@@ -84,15 +86,16 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             handle.wait()
         """
         unit = unit_for(self)
-        step = unit.ready_step()
-        if step.order is None:
-            if not step.awaits_backward:  # which needs the values of its forward
-                unit.drop_stale()
-            step.follow_compute()
-        unit.unshard()
+        step, handle = unit.ready_step(), UnshardHandle(unit)
+        with outside_transforms():
+            if step.order is None:
+                if not step.awaits_backward:  # which needs the values of its forward
+                    unit.drop_stale()
+                step.follow_compute()
+            unit.unshard()
         if async_op:
-            return UnshardHandle(unit)
-        unit.wait_for_unshard()
+            return handle
+        handle.wait()
         return None
 
     def reshard(self) -> None:
@@ -106,7 +109,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         explicit = [(p, p.grad_dtype) for p in unit.params if p.grad_dtype != p.dtype]
         afterwards = [hook(self, fn, recurse) for hook in hooks.before_apply]
         module = super(_TorchFSDPModule, self)._apply(fn, recurse)
-        unit.move_groups()
+        unit.refresh_groups(are_new=True)
         if unit.step is not None:
             unit.step.follow_compute()  # a backward may gather the shards next
         for each in afterwards:

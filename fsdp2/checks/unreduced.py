@@ -16,7 +16,7 @@ from torch import nn
 from fsdp2._torch import backward_is_running
 from fsdp2.checks.step_hook import when_gradients_are_final
 from fsdp2.errors import OrderError
-from fsdp2.extras.finalization import is_waited_for
+from fsdp2.extras.finalization import is_finalizing, is_waited_for, leaves_gradients
 from fsdp2.runtime.step import Step
 from fsdp2.runtime.unit import Unit
 
@@ -27,7 +27,6 @@ def watch_root(step: Step) -> None:
     """Watch the gradients of a new root."""
     unreduced = Unreduced(step)
     step.hooks.after_forward.append(unreduced.after_forward)
-    step.hooks.after_forward_alone.append(unreduced.after_forward)
     step.hooks.reached_in_part.append(unreduced.reached_in_part)
     step.hooks.before_last_reductions.append(unreduced.after_backward)
     step.hooks.on_reset.append(unreduced.reset)
@@ -62,15 +61,14 @@ class Unreduced:
         step = self._step()
         assert step is not None
         self._num_backwards += 1
-        units, is_finalized = step.units, step.finishes is True
+        units, is_finalized = step.units, is_finalizing(step)
         is_partial, self._is_partial = self._is_partial, False
         if is_partial:
             self._warn_of_partial(units)
         if self._expects:
             self._expects = not any(map(_has_arrived, units))
-        is_last = step.is_last_backward
-        left = [unit for unit in units if not (is_last and unit.settings.ends_step)]
-        causes = {unit: _what_leaves(unit, step.finishes is False) for unit in left}
+        left = [unit for unit in units if not (step.is_last and unit.settings.ends_step)]
+        causes = {unit: _what_leaves(unit, leaves_gradients(step)) for unit in left}
         self._left_by.clear()
         self._left_by.update({unit: cause for unit, cause in causes.items() if cause})
         if not self._has_reduced:
@@ -147,7 +145,7 @@ def _what_leaves(unit: Unit, is_manual: bool) -> str:
     """The call because of which this backward leaves gradients of `unit` unreduced; "" for none."""
     if is_manual:
         return "set_manual_backward_finalization(True) without finalize_backward() since"
-    if unit.in_backward().ends_step:
+    if unit.state.settings.ends_step:
         return ""
     if not unit.settings.requires_gradient_sync:
         return "set_requires_gradient_sync(False)"

@@ -6,15 +6,15 @@
     forward -> backward -> forward -> backward -> finalize_backward()                                gradients complete
                                                   finalize_backward(async_op=True) -> handle.wait()  gradients complete
 
-The first backward in this mode sets `Step.finishes` to False: it leaves its gradients, and so do the others until
-`finalize_backward`, even if the mode is turned off.
+The first backward in this mode leaves its gradients, and so do the others until `finalize_backward`, even if the mode
+is turned off.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from fsdp2._torch import backward_is_running
 from fsdp2.errors import OrderError
@@ -64,11 +64,23 @@ class GradientReductionHandle:
 
 # The finalisation that must be waited for, by reductions, which several roots may share.
 _waiting: WeakKeyDictionary[InFlight, GradientReductionHandle] = WeakKeyDictionary()
+_left: WeakSet[Step] = WeakSet()  # the last backward left its gradients
+_finalizing: list[Step] = []
 
 
 def is_manual(root: Unit) -> bool:
     """Whether the mode is on."""
     return _MODE in root.settings.features
+
+
+def leaves_gradients(step: Step) -> bool:
+    """Whether the backward that runs, or ran last, leaves its gradients until they are finalised."""
+    return step in _left
+
+
+def is_finalizing(step: Step) -> bool:
+    """Whether gradients are being finalised."""
+    return step in _finalizing
 
 
 def is_waited_for(step: Step) -> bool:
@@ -90,7 +102,7 @@ def _finalize(module: Any, is_async: bool) -> GradientReductionHandle | None:
     if step is not None and step.root() is not unit:
         raise OrderError(f"finalize_backward: '{unit.fqn}' is not the root; call it on that")
     where = f"finalize_backward of '{unit.fqn}'"
-    if not (is_manual(unit) or (step is not None and step.finishes is False)):
+    if not (is_manual(unit) or (step is not None and step in _left)):
         raise OrderError(f"{where}: call set_manual_backward_finalization(True) before the backward")
     if step is not None:
         if backward_is_running() or step.end is not None:
@@ -98,17 +110,18 @@ def _finalize(module: Any, is_async: bool) -> GradientReductionHandle | None:
         if step.awaits_backward:
             raise OrderError(f"{where}: a forward has run, but not its backward; call it after the last backward")
         _check_nobody_waits(step, where)
-    if step is None or step.finishes is None:
+    if step is None or step not in _left:
         return GradientReductionHandle(None) if is_async else None
     for hook in before_finalize:
         hook(step)
     for each in step.units:
         _check_no_partials(each)
-    step.finishes = True
+    _left.discard(step)
+    _finalizing.append(step)
     try:
         step.finish_units()
     finally:
-        step.finishes = None
+        _finalizing.remove(step)
     if not is_async:
         step.finish_reductions()
         return None
@@ -145,7 +158,7 @@ def _follow_root(step: Step) -> None:
             )
     weak = ref(step)
     step.hooks.before_forward.insert(0, partial(_before_forward, weak))
-    step.hooks.backward_begins.append(partial(_backward_begins, weak))
+    step.hooks.settings_chosen.append(partial(_settings_chosen, weak))
     step.hooks.on_reset.insert(0, partial(_reset, weak))
 
 
@@ -154,14 +167,26 @@ def _before_forward(weak: "ref[Step]", *_: object) -> None:
         _check_nobody_waits(step, f"forward of '{step.units[0].fqn}'")
 
 
-def _backward_begins(weak: "ref[Step]") -> None:
-    if (step := weak()) is not None and is_manual(step.units[0]):
-        step.finishes = False
+def _settings_chosen(weak: "ref[Step]") -> None:
+    step = weak()
+    assert step is not None
+    if is_finalizing(step):
+        step.is_last = True
+    elif is_manual(step.units[0]) or step in _left:
+        _left.add(step)
+        step.is_last = False
+    else:
+        return
+    for unit in step.units:
+        settings = unit.settings.in_backward(step.is_last)
+        sync = settings.requires_gradient_sync and step.is_last
+        unit.state.settings = replace(settings, requires_gradient_sync=sync)
 
 
 def _reset(weak: "ref[Step]") -> None:
     step = weak()
     assert step is not None
+    _left.discard(step)
     handle = _waiting.get(step.reductions)
     if handle is not None and handle.is_alive() and not handle.is_of(step):
         raise OrderError("reset_iter_state: another root's finalize_backward(async_op=True) is not finished; wait()")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from fsdp2.arguments import unfit
 from fsdp2.errors import UnsupportedError
 from fsdp2.policies import OffloadPolicy, boolean
 from fsdp2.runtime import hooks
+from fsdp2.runtime.step import Step
+from fsdp2.runtime.streams import Streams
 
 HOST = torch.device("cpu")
 # The last of these is host memory. In a plan another device stands for it.
@@ -78,4 +81,21 @@ def _own_policy(policy: Any) -> OffloadPolicy:
     return policy
 
 
+def _follow_root(step: Step) -> None:
+    groups = [group for unit in step.units for group in unit.groups]
+    if any(group.params[0].plan.home != group.roles.device for group in groups):
+        step.hooks.after_forward.append(partial(_wait_for_copies, step.memory.streams))
+
+
+def _wait_for_copies(streams: Streams) -> None:
+    """After a forward without a backward: let the host wait until shards have been copied from its memory. It may
+    change them next, and no order of streams applies to that. (After a backward it has waited for gradients.)"""
+    if not torch.is_grad_enabled():
+        with streams.gathering():
+            copied = streams.record()
+        if copied is not None:
+            copied.synchronize()
+
+
 hooks.options["offload_policy"] = _own_policy
+hooks.root_made.append(_follow_root)

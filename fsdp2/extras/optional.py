@@ -214,7 +214,7 @@ class _OptionalUnits:
         the units' meshes, unless all units have gradient sync turned off."""
         by_mesh: dict[object, list[tuple[Bucket, list[bool]]]] = {}
         for unit in _alive(self._reduced_late):
-            for group in unit.groups if unit.in_backward().requires_gradient_sync else ():
+            for group in unit.groups if unit.state.settings.requires_gradient_sync else ():
                 flags = [(whole := param.unsharded) is not None and whole.grad is not None for param in group.params]
                 by_mesh.setdefault(group.roles.mesh, []).append((group, [*flags, any(flags)]))
         for found in by_mesh.values():

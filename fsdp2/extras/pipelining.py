@@ -75,7 +75,7 @@ def _note_lost(step: Step) -> None:
     """A backward is over. Pipelines turn both settings off. A user who does not may ask for the gradients of inputs
     alone."""
     for unit in [unit for unit in step.units if not unit.settings.reshard_after_backward]:
-        if unit.settings.reshard_after_forward and not unit.in_backward().requires_gradient_sync:
+        if unit.settings.reshard_after_forward and not unit.state.settings.requires_gradient_sync:
             ran = unit.state.stage in (Stage.BACKWARD, Stage.DONE) and bool(unit.groups)
             if ran and all(group.gradients.none_arrived for group in unit.groups):
                 _lost.add(unit)

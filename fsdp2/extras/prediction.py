@@ -54,6 +54,7 @@ class Prediction:
         for unit in [weak() for weak in self._guesses if weak not in self._starts]:
             if unit is not None and unit.settings.reshard_after_forward:
                 unit.reshard()
+        self._guesses = []
 
 
 def _follow_root(step: Any) -> None:

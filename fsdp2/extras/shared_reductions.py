@@ -1,10 +1,16 @@
 """Reductions in flight that several roots share. Layer: extras."""
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from fsdp2.module import FSDPModule
+from fsdp2.runtime import hooks
 from fsdp2.runtime.in_flight import InFlight
+from fsdp2.runtime.step import Step
+from fsdp2.runtime.unit import Unit
 from fsdp2.settings import unit_in
+
+_shared: WeakKeyDictionary[Unit, InFlight] = WeakKeyDictionary()  # by root
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
@@ -15,7 +21,14 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     units = [unit_in("share_comm_ctx", module) for module in modules]
     shared = InFlight()
     for unit in units:
-        unit.reductions = shared
+        _shared[unit] = shared
         if unit.step is not None and unit.step.root() is unit:
             unit.step.reductions.finish_all()
             unit.step.reductions = shared
+
+
+def _follow_root(step: Step) -> None:
+    step.reductions = _shared.get(step.units[0], step.reductions)
+
+
+hooks.root_made.append(_follow_root)

@@ -25,7 +25,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding, linear
 
-from fsdp2._torch import backward_hooks_of, backward_is_running, foreach_add, local_tensor, parameter_slots
+from fsdp2._torch import (
+    backward_hooks_of,
+    backward_is_running,
+    foreach_add,
+    local_tensor,
+    outside_transforms,
+    parameter_slots,
+)
 from fsdp2.api import Draft
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.events import profiler_range
@@ -456,7 +463,7 @@ def _prefetch_next(module: Any, _: object) -> None:
     """Gather the next tile while this one computes. Not when they are recomputed: the one before is still there."""
     if module.following is not None and not backward_is_running():
         unit = unit_for(module.following())
-        with profiler_range("FSDP::forward_prefetch for", unit.fqn):
+        with profiler_range("FSDP::forward_prefetch for", unit.fqn), outside_transforms():
             unit.unshard(prefetching=True)
 
 

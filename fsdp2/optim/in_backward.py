@@ -25,8 +25,9 @@ from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.optim.flats import identical
 from fsdp2.optim.local import LocalOptimizer
 from fsdp2.optim.matrix import MatrixOptimizer
+from fsdp2.optim.units import units_with
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.unit import Unit, units_with
+from fsdp2.runtime.unit import Unit
 
 __all__ = ["StepInBackward", "check_not_stepped_in_backward", "step_in_backward"]
 

@@ -34,9 +34,9 @@ from fsdp2.optim.flats import identical
 from fsdp2.optim.local import ELEMENTWISE, LocalOptimizer, Params, check_elementwise, local_class
 from fsdp2.optim.offloaded_part import Groups, OffloadedPart
 from fsdp2.optim.staged import State
+from fsdp2.optim.units import units_with
 from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.parameter import Plan
-from fsdp2.runtime.unit import units_with
 
 # Units whose gradients may wait for their step if backward steps (`step_in_backward`).
 MAX_WAITING = 2

@@ -1,38 +1,59 @@
 """A unit in backward: what its hooks do. Layer: runtime, below the step.
 
-The hook on an output's gradient, that on the last gradient of a group, the end of the unit's backward, and of all.
+::
+
+    pre_backward       hook on the outputs' gradients      unshard, wait, prefetch
+    gradients_ready    hook on a group's last gradient     its reduction starts
+    post_backward      end of the unit's backward          reshard, reduce what was not
+    finish_backward    end of the whole backward           the same for what is left
 """
 
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, TypeAlias
 from weakref import ref
 
-from fsdp2._torch import profiler_is_on
+from fsdp2._torch import outside_transforms, profiler_is_on
 from fsdp2.errors import OrderError
 from fsdp2.events import emit, profiler_range
 from fsdp2.nothing import NOTHING
+from fsdp2.policies import UnitSettings
 from fsdp2.runtime.autograd import backward_is_whole
+from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.state import Stage
 
 Unit: TypeAlias = Any  # `runtime.unit.Unit`: that module is above this one
-Pass: TypeAlias = Any  # `runtime.step.Pass`
+# How often the unsharded parameters of a group were dropped.
+conversions_of: Callable[[Bucket], int] = attrgetter("conversions")
 
 
-def pre_backward(unit: Unit, order: Pass | None, position: int, conversions: int, *_grad: object) -> None:
-    """Hook on the outputs' gradients. The unit ran at `position` of `order`; None if it has no place in the order.
+def alive(weak_units: "Sequence[ref[Unit]]") -> list[Unit]:
+    """The units of a list that are alive and have a place in the order."""
+    return [unit for weak in weak_units if (unit := weak()) is not None and unit.in_order]
+
+
+def pre_backward(
+    unit: Unit, notes: dict[str, Any] | None, before: Unit | None, conversions: list[int] | None, *_grad: object
+) -> None:
+    """Hook on the outputs' gradients.
+
+    Args:
+        notes: `Step.notes` of the forward; None if the unit has no place in the order.
+        before: the unit that ran just before this one in forward, which is prefetched without an explicit list.
+        conversions: those of its groups in forward; None in a backward through the unit's own backward.
 
     Raises:
-        OrderError: parameters were converted since the forward, when `unit.conversions()` was `conversions`; or they
-            were stepped in this backward.
+        OrderError: parameters were converted since the forward, or stepped in this backward.
     """
-    with profiler_range("FSDP::pre_backward", unit.fqn) if profiler_is_on() else NOTHING:
+    with profiler_range("FSDP::pre_backward", unit.fqn) if profiler_is_on() else NOTHING, outside_transforms():
         step, state = unit.step, unit.state
         if not (state.sees_end and backward_is_whole()):
             for hook in step.hooks.reached_in_part:
                 hook(unit)
         if step.end is None or step.end() is None:
             step.expect_end_of_backward()
-        if order is not None:
-            step.notes = order.notes
+        if notes is not None:
+            step.notes = notes
         if state.stage is Stage.BACKWARD:
             if unit.role is not None and unit.role.in_order and unit.settings.unshard_in_backward:
                 unit.unshard()  # a second forward in this backward may need other groups than the first
@@ -41,33 +62,22 @@ def pre_backward(unit: Unit, order: Pass | None, position: int, conversions: int
             _check_not_stepped(unit)
         emit("pre_backward", unit.fqn)
         state.stage = Stage.BACKWARD
-        state.to_run = set()
         for group in unit.groups:
             group.adopt_changes()
             group.gradients.begin_backward()
         if unit.settings.unshard_in_backward:
             unit.unshard()
-            if unit.conversions() != conversions:
+            if conversions not in (None, list(map(conversions_of, unit.groups))):
                 raise OrderError(
                     f"unit '{unit.name}': parameters were converted between forward and backward. Run the backward "
                     "before to(dtype), or the forward again after it. After this error call model.reset_iter_state()."
                 )
             unit.wait_for_unshard()
-        if order is not None:
-            _prefetch(unit, order, position)
-
-
-def _prefetch(unit: Unit, order: Pass, position: int) -> None:
-    """The explicit list, otherwise the unit that ran just before this one in forward."""
-    if unit.backward_prefetch:
-        targets = unit.alive(unit.backward_prefetch)
-    else:
-        before = order.before(position)
-        targets = [] if before is None else [before]
-    for target in targets:
-        if target.settings.unshard_in_backward:
-            with profiler_range("FSDP::backward_prefetch for", target.fqn) if profiler_is_on() else NOTHING:
-                target.unshard(prefetching=True)
+        if notes is not None:
+            for target in alive(unit.backward_prefetch) if unit.backward_prefetch else (before,):
+                if target is not None and target.settings.unshard_in_backward:
+                    with profiler_range("FSDP::backward_prefetch for", target.fqn) if profiler_is_on() else NOTHING:
+                        target.unshard(prefetching=True)
 
 
 def _check_not_stepped(unit: Unit) -> None:
@@ -78,11 +88,6 @@ def _check_not_stepped(unit: Unit) -> None:
             "gradients were complete. This happens to a unit that is used in several reentrant checkpoints: use "
             "use_reentrant=False, or step after backward. After this error call model.reset_iter_state()."
         )
-
-
-def pre_backward_again(unit: Unit, *_grad: object) -> None:
-    """A backward through this unit's own backward reaches the unit again."""
-    pre_backward(unit, None, -1, unit.conversions())
 
 
 def reached(weak: "ref[Unit]") -> None:
@@ -106,7 +111,19 @@ def gradients_ready(weak: "ref[Unit]", index: int) -> None:
     steps_what_is_used = settings.when_reduced and group.roles.shard_axis is None
     waits = settings.reduce_unused or unit.role is not None or steps_what_is_used
     if settings.requires_gradient_sync and not waits:
-        unit.reduce(group, settings)
+        with outside_transforms():
+            _reduce(unit, group, settings)
+
+
+def _reduce(unit: Unit, group: Bucket, settings: UnitSettings, at_end: bool = False) -> None:
+    """Reduce the gradients of `group` that exist; at the end of backward also those that `settings` ask for."""
+    in_flight = unit.step.reductions
+    if group.roles.replicate_group is not None and settings.requires_all_reduce:
+        in_flight.finish_partials()
+    if unit.role is not None:
+        settings = unit.role.reduces_late(group, settings)
+    if reductions := group.gradients.take(settings, at_end, unit.step.memory.streams):
+        in_flight.start(reductions)
 
 
 def post_backward(unit: Unit) -> None:
@@ -114,33 +131,31 @@ def post_backward(unit: Unit) -> None:
     emit("post_backward", unit.fqn)
     unit.state.stage = Stage.DONE
     settings = unit.state.settings
-    if settings.reshard_after_backward:
-        with profiler_range("FSDP::post_backward_reshard", unit.fqn) if profiler_is_on() else NOTHING:
-            unit.reshard(within_step=not settings.ends_step)
-    if settings.requires_gradient_sync and not settings.reduce_unused and unit.role is None:
-        for group in reversed(unit.groups):
-            unit.reduce(group, settings)
+    with outside_transforms():
+        if settings.reshard_after_backward:
+            with profiler_range("FSDP::post_backward_reshard", unit.fqn) if profiler_is_on() else NOTHING:
+                unit.reshard(within_step=not settings.ends_step)
+        if settings.requires_gradient_sync and not settings.reduce_unused and unit.role is None:
+            for group in reversed(unit.groups):
+                _reduce(unit, group, settings)
 
 
 def finish_backward(unit: Unit, is_last: bool) -> None:
     """The backward pass is over: reduce and reshard what is left. Unless it `is_last` of the step, parameters that were
     prefetched but not used stay for the next one."""
-    state = unit.state
+    state, settings = unit.state, unit.state.settings
     if state.stage is Stage.FORWARD and state.calls:
         return  # a backward within its forward, the rest of which needs its parameters
-    if unit.step.end is None:  # no backward runs
-        state.settings = unit.in_backward()
-    settings = state.settings
     if state.stage is Stage.BACKWARD:
         post_backward(unit)
-    elif state.stage is Stage.IDLE:
-        unit.adopt_changes()  # unsharded by hand, for a loss outside of the forward
+    elif state.stage is Stage.IDLE:  # may be unsharded by hand, for a loss outside of the forward
+        for group in (*unit.groups, *unit.borrowed):
+            group.adopt_changes()
     if settings.reshard_after_backward and is_last:
         unit.reshard(within_step=not settings.ends_step)
     if settings.requires_gradient_sync:
         for group in reversed(unit.groups):
-            unit.reduce(group, settings, at_end=True)
+            _reduce(unit, group, settings, at_end=True)
     for group in unit.groups:
         group.gradients.end_backward()
     state.stage = Stage.IDLE
-    state.to_run = set()

@@ -75,9 +75,9 @@ class Hooks:
     Attributes:
         before_forward: the root's forward starts, with these positional and keyword inputs.
         unit_started: the forward of this unit starts, and its parameters are there; within its own backward not called.
-        after_forward: the root's forward has ended, without an error.
-        after_forward_alone: the same of a unit below the root, outside of the root's.
-        backward_begins: the first unit is reached, and will choose its settings for this backward.
+        after_forward: a forward of the root, or of a unit outside of the root's, has ended without an error.
+        settings_chosen: a backward begins, or gradients are finalised, with these `State.settings` of all units and
+            this `Step.is_last`; the hook may change them.
         reached_in_part: backward reaches this unit, and may compute the gradients of some inputs only.
         before_last_reductions: backward is over, and the gradients that are left will be reduced; or
             those of earlier backwards will be.
@@ -91,8 +91,7 @@ class Hooks:
         self.before_forward: list[Callable[[tuple[Any, ...], dict[str, Any]], None]] = []
         self.unit_started: list[Callable[[Any], None]] = []
         self.after_forward: list[Callable[[], None]] = []
-        self.after_forward_alone: list[Callable[[], None]] = []
-        self.backward_begins: list[Callable[[], None]] = []
+        self.settings_chosen: list[Callable[[], None]] = []
         self.reached_in_part: list[Callable[[Any], None]] = []
         self.before_last_reductions: list[Callable[[], None]] = []
         self.before_wait: list[Callable[[], None]] = []

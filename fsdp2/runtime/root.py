@@ -57,8 +57,9 @@ def become_root(root: Unit) -> Step:
                 "module itself: model.forward(...), or a method such as generate, passes its hooks by, unless it is "
                 "named with register_fsdp_forward_method."
             )
-        unit.rename(", ".join(fqns))
+        unit.fqn = ", ".join(fqns)
         for group in unit.groups:
+            group.channel.fqn = unit.fqn
             name_parameters(group.params, module_fqns)
     for check in hooks.units_named:
         check(units)
@@ -67,7 +68,7 @@ def become_root(root: Unit) -> Step:
             if not group.changing:
                 group.seen.warn_of_assigned_data()
         unit.refresh()
-    step = Step(units, root.device, is_provisional=False, reductions=root.reductions)
+    step = Step(units, root.device, is_provisional=False)
     for unit in units:
         unit.role = None
     for hook in hooks.root_made:

@@ -36,9 +36,9 @@ class State:
 
     Attributes:
         stage: where the unit is.
-        calls: the calls of its modules that run now, the outermost first: for each the exception that was being handled
-            when it began.
-        to_run: modules of this forward that have not ended, by id; empty in every other stage.
+        calls: one entry for each call of its modules that runs now, the outermost first: `sys.exception()` as the call
+            began. If its end finds another one, the call has raised.
+        to_run: of a unit of several modules: those that this forward has not run yet, by id.
         was_whole: it was unsharded before the forward that runs.
         sees_end: the last forward had inputs that need gradients.
         first_node: `next_node_number()` at the beginning of the last forward.
@@ -61,7 +61,7 @@ class State:
 entries: set[CodeType] = {nn.Module.__call__.__code__}
 
 
-def is_running(unit: Any, times: int) -> bool:
+def is_running(unit: Any, times: int = 1) -> bool:
     """Whether this thread is in so many calls of modules of `unit`. It looks at the call stack, and is asked only where
     `State.calls` may be wrong: torch calls no hooks after a `KeyboardInterrupt`, or an error in what it compiled."""
     frame = inspect.currentframe()

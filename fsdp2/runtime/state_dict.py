@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2.runtime.bucket import Bucket
+from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.unit import Unit
 
@@ -43,7 +43,9 @@ def owner_of(param: ManagedParameter) -> tuple[Unit, Bucket]:
 
 def _before_save(module: nn.Module, *_: Any) -> None:
     for unit in owners_of(module):
-        unit.check_unconverted()
+        for group in unit.groups:
+            if group.phase is Phase.UNSHARDED:
+                group.changes.check_unconverted()
         unit.reshard_all(to_change=False)
 
 

@@ -9,9 +9,9 @@ One step of a root with units 0, 1, 2 that reshard after forward (time runs righ
               gather stream    A2  A1  A0            A1 is issued by unit 2, before its compute
               reduce stream            R2  R1  R0    R2 starts at unit 2's last gradient
 
-Backward prefetches in the reverse of the order in which forward ran the units. Each forward of the root records its
-order in a `Pass`, and the backward hook of a unit keeps its position there. So the order is right even if a unit ran
-twice, two forwards share one backward, or a forward had no backward.
+Backward prefetches in the reverse of the order in which forward ran the units: each forward of the root has a `Pass`,
+and the backward hook of a unit keeps which one ran before it. So the order is right even if a unit ran twice, two
+forwards share one backward, or a forward had no backward.
 
 After a backward that raised, the next forward or backward is an error, until `reset`.
 """
@@ -22,7 +22,7 @@ from weakref import ref
 
 import torch
 
-from fsdp2._torch import backward_is_running, outside_transforms, queue_backward_callback
+from fsdp2._torch import outside_transforms, queue_backward_callback, running_backward
 from fsdp2.errors import OrderError, UnsupportedError
 from fsdp2.events import emit, follow_listeners, profiler_range
 from fsdp2.runtime.backward import finish_backward
@@ -36,26 +36,18 @@ Unit: TypeAlias = Any  # `runtime.unit.Unit`: that module is above this one
 
 
 class Pass:
-    """The units that one forward ran, in the order in which they finished. `notes`: what features keep of it for its
-    backward, by names of their own."""
+    """The order in which one forward runs its units."""
 
-    def __init__(self, notes: dict[str, Any] | None = None) -> None:
-        self.notes: dict[str, Any] = {} if notes is None else notes
-        self._order: list[Unit] = []
+    def __init__(self) -> None:
+        self._last: Unit | None = None
+        self._before: Unit | None = None
 
-    def record(self, unit: Unit) -> int:
-        """Record that `unit` finished its forward. Returns its position."""
-        self._order.append(unit)
-        return len(self._order) - 1
-
-    def before(self, position: int) -> Unit | None:
-        """The unit that ran before the one at `position`; None for the first. The same unit several times in a row
-        counts once, because the modules of a list finish one by one."""
-        unit = self._order[position]
-        while position and self._order[position] is unit:
-            position -= 1
-        found = self._order[position]
-        return None if found is unit else found
+    def record(self, unit: Unit) -> Unit | None:
+        """`unit` has run. Returns the unit that ran just before it; None for the first. The same unit several times in
+        a row counts once, because the modules of a list finish one by one."""
+        if unit is not self._last:
+            self._last, self._before = unit, self._last
+        return self._before
 
 
 class Step:
@@ -63,39 +55,35 @@ class Step:
 
     Args:
         units: the root first, then the others in the order of the module tree. Held weakly: modules own their units.
-        reductions: shared with other roots; None creates new ones.
         is_provisional: created for a unit that was unsharded before any forward; a root's forward replaces it.
 
     Attributes:
         root: a weak reference to the root.
         memory: unsharded memory that waits to be freed.
-        reductions: those in flight.
+        reductions: those in flight; several roots may share them.
         hooks: where features plug in; a provisional step calls none.
         post_optim_event: the event that the next root forward's all-gathers wait for, instead of the compute stream.
         order: of the root's forward that runs; None outside.
-        notes: of the forward that runs, or of the one whose backward runs.
+        notes: what features keep of the forward that runs, or of the one whose backward runs, by names of their own.
         awaits_backward: the root's forward ran with gradients, and its backward has not begun yet.
-        finishes: whether the running backward is the last of its step, where a feature decides it (otherwise the
-            root's settings do). False: it leaves its gradients.
+        is_last: the backward that runs, or ran last, is the last one of its step.
         recomputed: units whose forward a checkpoint recomputed in this backward, and which were not resharded since.
         end: the callback for the end of the running backward; None if no backward runs. Only autograd's engine holds a
             strong reference, so this one is dead if backward raised.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], device: torch.device, is_provisional: bool, reductions: InFlight | None = None
-    ):
+    def __init__(self, units: Sequence[Unit], device: torch.device, is_provisional: bool):
         self.root: ref[Unit] = ref(units[0])
         self._below = [ref(unit) for unit in units[1:]]
         self.memory = ReleasedMemory(streams_for(device))
-        self.reductions = InFlight() if reductions is None else reductions
+        self.reductions = InFlight()
         self.hooks = Hooks()
         self.is_provisional = is_provisional
         self.post_optim_event: torch.Event | None = None
         self.order: Pass | None = None
         self.notes: dict[str, Any] = {}
         self.awaits_backward = False
-        self.finishes: bool | None = None
+        self.is_last = True
         self.recomputed: list[ref[Unit]] = []
         self.end: ref[Callable[[], None]] | None = None
 
@@ -104,30 +92,25 @@ class Step:
         """The units that are still alive, root first."""
         return [unit for weak in (self.root, *self._below) if (unit := weak()) is not None]
 
-    @property
-    def is_last_backward(self) -> bool:
-        """Whether this backward is the last of a step."""
-        if self.finishes is not None:
-            return self.finishes
-        root = self.root()
-        return root is None or root.settings.is_last_backward
-
     # --- forward -----------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """The root's forward starts: what has changed since the last one is looked up once, here."""
-        root = self.units[0]
+        root, *_ = units = self.units
         follow_listeners()
         emit("root_pre_forward", root.fqn)
-        has_raised = root.state.stage is Stage.FORWARD
-        for unit in self.units:
-            if unit.state.stage is Stage.FORWARD:
-                if unit.state.calls and unit is not root and not is_running(unit, 1):
-                    unit.state.calls.clear()
-                unit.complete_forward()
-            unit.begin_step(self.awaits_backward, has_raised)
-        self.order = Pass()
-        self.notes = self.order.notes
+        has_raised = root.state.stage is Stage.FORWARD  # what was prefetched and not used is stale
+        for unit in units:
+            if unit.state.stage is Stage.FORWARD and unit is not root and not is_running(unit):
+                unit.state.calls.clear()
+                unit.end_forward()
+            if not self.awaits_backward:
+                for group in unit.groups:
+                    group.changes.forget_use()
+            if has_raised:
+                unit.reshard()
+            unit.drop_stale()
+        self.order, self.notes = Pass(), {}
         self.follow_compute(self.post_optim_event)
         self.post_optim_event = None
 
@@ -140,33 +123,17 @@ class Step:
             streams.wait(event)
 
     def end_forward(self) -> None:
-        """The root's forward is over; from now on only the backward hooks keep its pass alive."""
+        """The root's forward is over; from now on only the backward hooks keep its order alive. A unit within whose own
+        forward the root was called goes on."""
         for unit in self.units:
-            if unit.state.stage is Stage.FORWARD:
-                unit.complete_forward()
+            if unit.state.stage is Stage.FORWARD and not unit.state.calls:
+                unit.end_forward()
         self.order, self.notes = None, {}
         for hook in self.hooks.after_forward:
             hook()
-        if not torch.is_grad_enabled():
-            self._wait_for_host_memory()  # before the all-gather stream has to wait for compute
-        else:  # an evaluation between a forward and its backward changes nothing
-            self.awaits_backward = not backward_is_running()
+        if torch.is_grad_enabled():  # an evaluation between a forward and its backward changes nothing
+            self.awaits_backward = running_backward() < 0
         self.memory.free_all()  # the next all-gather may be far away
-
-    def _wait_for_host_memory(self) -> None:
-        """Let the host wait until shards that are offloaded have been copied from its memory: it may change them next,
-        and no order of streams applies to that. (After a backward it has waited for gradients.)"""
-        groups = (group for unit in self.units for group in unit.groups)
-        if any(group.params[0].plan.home != group.roles.device for group in groups):
-            with self.memory.streams.gathering():
-                copied = self.memory.streams.record()
-            if copied is not None:
-                copied.synchronize()
-
-    def check_backward_ended(self) -> None:
-        """Called before a forward with an `end`. Raises if the last backward raised, and `reset` was not called."""
-        if not backward_is_running():
-            _raise_unfinished("forward")
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -179,22 +146,28 @@ class Step:
         """
         if self.end is not None:
             if self.end() is None:
-                _raise_unfinished("backward")
+                raise_unfinished("backward")
             return
         if torch.compiler.is_compiling():
             _refuse_compiled_autograd()
         end = self.end_backward
         self.end = ref(end)
         self.awaits_backward = False
-        units = self.units
-        for hook in self.hooks.backward_begins:
-            hook()
-        most = 1
-        for unit in units:
-            unit.state.settings = unit.in_backward()
-            most = max(most, unit.settings.max_input_buffers)
-        self.reductions.limit(self, most)
+        self._choose_settings()
         queue_backward_callback(end)
+
+    def _choose_settings(self) -> None:
+        """Those of all units for the backward that begins."""
+        units = self.units
+        self.is_last = units[0].settings.is_last_backward
+        for unit in units:
+            settings = unit.settings
+            if settings.zero is not None or settings.when_reduced:
+                settings = settings.in_backward(self.is_last)
+            unit.state.settings = settings
+        self.reductions.limit(self, max([unit.settings.max_input_buffers for unit in units]))
+        for hook in self.hooks.settings_chosen:
+            hook()
 
     def end_backward(self) -> None:
         """The backward pass is over: finish all units. The last backward of a step also waits for all reductions."""
@@ -202,7 +175,7 @@ class Step:
             self.recomputed = []
             root = self.units[0]
             self.finish_units()
-            if self.is_last_backward:
+            if self.is_last:
                 for hook in self.hooks.before_wait:
                     hook()
                 self.finish_reductions()
@@ -213,11 +186,13 @@ class Step:
 
     def finish_units(self) -> None:
         """Reduce and reshard what is left in all units."""
+        if self.end is None:  # no backward runs
+            self._choose_settings()
         for hook in self.hooks.before_last_reductions:
             hook()
-        is_last = self.is_last_backward
-        for unit in self.units:
-            finish_backward(unit, is_last)
+        with outside_transforms():
+            for unit in self.units:
+                finish_backward(unit, self.is_last)
 
     def finish_reductions(self) -> None:
         """Complete all sharded gradients, and free released storage."""
@@ -233,12 +208,13 @@ class Step:
             hook()
         self.reductions.abandon_all()
         self.order, self.notes, self.end, self.recomputed = None, {}, None, []
-        self.finishes, self.awaits_backward = None, False
+        self.awaits_backward = False
         for unit in self.units:
             unit.reset()
 
 
-def _raise_unfinished(what: str) -> NoReturn:
+def raise_unfinished(what: str) -> NoReturn:
+    """A forward or a backward begins, and the last backward raised."""
     raise OrderError(
         f"{what} was called, but the last backward has not finished; did it raise? Call reset_iter_state() on the "
         "root, on every rank, before the next iteration."

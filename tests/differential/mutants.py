@@ -52,8 +52,8 @@ class Mutant:
 MISSED = (
     Mutant(
         "forward-in-part",  # a list of modules of which the forward ran some, then a backward
-        "runtime.unit",
-        (("            self.state.to_run.clear()\n            self.reshard_after", "            self.reshard_after"),),
+        "runtime.forward",
+        (("(state.stage is not Stage.FORWARD or", "(not state.to_run or"),),
     ),
 )
 
@@ -110,7 +110,7 @@ MISSED_BEFORE = (
     Mutant(
         "call-within-itself",
         "runtime.forward",
-        (("is_nested = bool(state.calls)", "is_nested = False"),),
+        (("is_new = not is_recomputation and len(state.calls) == 1", "is_new = not is_recomputation"),),
     ),
 )
 

@@ -256,7 +256,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("offload: the host does not wait", REDUCTION, "done.synchronize()", "pass", "offload"),
     Mutant(
         "offload: the host does not wait after a forward without gradients",
-        STEP,
+        "extras.host_memory",
         "copied.synchronize()",
         "pass",
         "offload",
