@@ -1,6 +1,6 @@
 """Host memory, and `CPUOffloadPolicy`, which keeps shards there. Layer: extras, above policies."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +10,12 @@ import torch
 import torch.distributed.fsdp
 
 from fsdp2.arguments import unfit
-from fsdp2.errors import UnsupportedError
+from fsdp2.errors import OrderError, UnsupportedError
 from fsdp2.policies import OffloadPolicy, boolean
 from fsdp2.runtime import hooks
 from fsdp2.runtime.step import Step
 from fsdp2.runtime.streams import Streams
+from fsdp2.runtime.unit import Unit
 
 HOST = torch.device("cpu")
 # The last of these is host memory. In a plan another device stands for it.
@@ -81,6 +82,18 @@ def _own_policy(policy: Any) -> OffloadPolicy:
     return policy
 
 
+def _check_home(units: Sequence[Unit]) -> None:
+    """Raise if parameters are not where offload keeps them."""
+    for unit in units:
+        held = [(param.plan.offload.home, param.fqn, now) for group in unit.groups for param, now in group.held()]
+        found = [(fqn, now.device) for home, fqn, now in held if home not in (None, now.device) and not now.is_meta]
+        if found:
+            raise OrderError(
+                f"unit '{unit.name}' is offloaded, so its sharded parameters must be on the CPU; these are not: "
+                f"{found}. Move them there: model.to('cpu'); fsdp2.init.materialize(model) puts them there itself."
+            )
+
+
 def _follow_root(step: Step) -> None:
     groups = [group for unit in step.units for group in unit.groups]
     if any(group.params[0].plan.home != group.roles.device for group in groups):
@@ -98,4 +111,5 @@ def _wait_for_copies(streams: Streams) -> None:
 
 
 hooks.options["offload_policy"] = _own_policy
+hooks.units_named.append(_check_home)
 hooks.root_made.append(_follow_root)

@@ -16,6 +16,7 @@ Under transforms of `torch.func`, and with forward-mode differentiation, the ten
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,17 +29,13 @@ from fsdp2.runtime import hooks
 from fsdp2.runtime.tree import map_tensors, tensors_in, tensors_within
 
 Callback = Callable[..., None]
-
+_needs_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
 # A leaf below the end of every unit's backward, which never gets a gradient: a backward that would not run its node was
-# given `inputs`, or is `torch.autograd.grad`.
+# given `inputs`, or is `torch.autograd.grad`. So this says whether the backward that runs now, and that passes through
+# the end of some unit's, computes all gradients.
 _leaf = torch.zeros(0, requires_grad=True)
-_leaf_node = get_gradient_edge(_leaf).node
-
-
-# Whether the backward that runs now computes all gradients, not those of some inputs only. To be called within a
-# backward that passes through the end of some unit's.
-backward_is_whole: Callable[[], bool] = partial(will_run_node, _leaf_node)
+backward_is_whole: Callable[[], bool] = partial(will_run_node, get_gradient_edge(_leaf).node)
 
 
 class _BackwardEnd(torch.autograd.Function):
@@ -66,7 +63,7 @@ def on_backward_end(
     backward through that backward reaches them. The third result: whether `backward_is_whole` will know."""
     if transforms_are_active() or forward_level() >= 0:
         return hooks.implementation(hooks.levels, "end", "torch.func")(end, begin, args, kwargs)  # type: ignore[no-any-return]
-    tensors = [tensor for tensor in tensors_in((args, kwargs) if kwargs else args) if tensor.requires_grad]
+    tensors = list(filter(_needs_grad, tensors_in((args, kwargs) if kwargs else args)))
     if not tensors:
         return args, kwargs, False
     wrapped: Any = iter(_BackwardEnd.apply(end, begin, _leaf, *tensors))  # type: ignore[no-untyped-call]
@@ -77,11 +74,7 @@ def on_backward_end(
 
 def on_backward_begin(callback: Callback, output: Any, since: int = 0) -> Any:
     """Hook `output`: `callback` runs in backward when the gradient of a tensor in it is available, once for each
-    tensor.
-
-    Args:
-        since: `next_node_number()` when the forward began that has made `output`.
-    """
+    tensor. `since`: `next_node_number()` when the forward began that has made `output`."""
     if transforms_are_active() or forward_level() >= 0:
         return hooks.implementation(hooks.levels, "begin", "torch.func")(callback, output)
     if isinstance(output, torch.Tensor):
@@ -90,9 +83,9 @@ def on_backward_begin(callback: Callback, output: Any, since: int = 0) -> Any:
         tensors, inner = tensors_within(output)
         # An object such as a cache is passed from unit to unit, and keeps tensors of the units before.
         tensors += [each for each in inner if each.grad_fn is not None and number_of_node(each.grad_fn) >= since]
-    for tensor in tensors:
+    for tensor in filter(_needs_grad, tensors):
         # A parameter that is returned unchanged has no backward of its own, and would keep the hook forever.
-        if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+        if type(tensor) is torch.Tensor or not isinstance(tensor, nn.Parameter):
             tensor.register_hook(callback)
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
@@ -104,9 +97,7 @@ def on_backward_begin(callback: Callback, output: Any, since: int = 0) -> Any:
     return output
 
 
-def cast_floating(dtype: torch.dtype | None, value: Any, name: str) -> Any:
+def cast_floating(dtype: torch.dtype, value: Any, name: str) -> Any:
     """`value` with its floating-point tensors in `dtype`; `name` is the name of the profiler's range."""
-    if dtype is None:
-        return value
     with profiler_range(name):
         return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)

@@ -316,17 +316,8 @@ class Bucket:
         if self.source is not None:
             self.source.forget_plans()
 
-    def on_meta(self) -> list[str]:
-        """FQNs of parameters that are on the meta device."""
-        return [param.fqn for param, held in self._held() if held.is_meta]
-
-    def not_at_home(self) -> list[tuple[str, torch.device]]:
-        """FQNs and devices of parameters that should be offloaded but are not."""
-        pairs = self._held()
-        return [(param.fqn, held.device) for param, held in pairs if param.plan.offload.home not in (None, held.device)]
-
-    def _held(self) -> list[tuple[ManagedParameter, torch.Tensor]]:
-        """With the sharded parameters, or replacements from a loader."""
+    def held(self) -> list[tuple[ManagedParameter, torch.Tensor]]:
+        """The parameters with the sharded ones, or replacements from a loader."""
         is_sharded = self.phase is Phase.SHARDED
         return [(param, param.held if is_sharded else param.sharded) for param in self.params]
 

@@ -50,7 +50,8 @@ def pre_forward(module: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args,
     is_recomputation = state.stage is Stage.BACKWARD
     is_new = not is_recomputation and len(state.calls) == 1
     if step is None or step.is_provisional:
-        step = become_root(unit)
+        with outside_transforms():
+            step = become_root(unit)
     with profiler_range("FSDP::pre_forward", unit.fqn) if profiler_is_on() else NOTHING:
         if step.end is not None and running_backward() < 0:
             raise_unfinished("forward")

@@ -70,30 +70,23 @@ def implementation(table: Mapping[Any, Any], key: Any, name: str) -> Any:
 
 
 class Hooks:
-    """The hooks of one root. They refer to it weakly: a model is freed when its last user drops it.
-
-    Attributes:
-        before_forward: the root's forward starts, with these positional and keyword inputs.
-        unit_started: the forward of this unit starts, and its parameters are there; within its own backward not called.
-        after_forward: a forward of the root, or of a unit outside of the root's, has ended without an error.
-        settings_chosen: a backward begins, or gradients are finalised, with these `State.settings` of all units and
-            this `Step.is_last`; the hook may change them.
-        reached_in_part: backward reaches this unit, and may compute the gradients of some inputs only.
-        before_last_reductions: backward is over, and the gradients that are left will be reduced; or
-            those of earlier backwards will be.
-        before_wait: all reductions of the last backward of a step have been issued, and will be waited for.
-        after_backward: backward is over, and all reductions of it have been issued; if it is the last of a step, they
-            are done.
-        on_reset: `reset_iter_state` was called.
-    """
+    """The hooks of one root. They refer to it weakly: a model is freed when its last user drops it."""
 
     def __init__(self) -> None:
+        # The root's forward starts, with these positional and keyword inputs.
         self.before_forward: list[Callable[[tuple[Any, ...], dict[str, Any]], None]] = []
+        # The forward of this unit starts, and its parameters are there; within its own backward not called.
         self.unit_started: list[Callable[[Any], None]] = []
+        # A forward of the root, or of a unit outside of the root's, has ended without an error.
         self.after_forward: list[Callable[[], None]] = []
+        # A backward begins, or gradients are finalised. `State.settings` of all units and `Step.is_last` are chosen.
         self.settings_chosen: list[Callable[[], None]] = []
+        # Backward reaches this unit, and may compute the gradients of some inputs only.
         self.reached_in_part: list[Callable[[Any], None]] = []
+        # Backward is over, and the gradients that are left will be reduced; or those of earlier backwards will be.
         self.before_last_reductions: list[Callable[[], None]] = []
+        # All reductions of the last backward of a step have been issued, and will be waited for.
         self.before_wait: list[Callable[[], None]] = []
+        # Backward is over, and its reductions have been issued; in the last backward of a step they are done.
         self.after_backward: list[Callable[[], None]] = []
-        self.on_reset: list[Callable[[], None]] = []
+        self.on_reset: list[Callable[[], None]] = []  # `reset_iter_state` was called

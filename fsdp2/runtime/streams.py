@@ -47,8 +47,6 @@ class _Current:
 
     def __init__(self, stream: torch.Stream):
         self._stream = stream
-        self._before: torch.Stream | None = None
-        self._device_index = -1
 
     def __enter__(self) -> None:
         self._device_index = torch.accelerator.current_device_index()
@@ -56,7 +54,6 @@ class _Current:
         torch.accelerator.set_stream(self._stream)  # and its device
 
     def __exit__(self, *_error: object) -> None:
-        assert self._before is not None
         torch.accelerator.set_stream(self._before)
         if self._device_index != self._before.device_index:
             torch.accelerator.set_device_index(self._device_index)

@@ -132,22 +132,13 @@ class Unit:
     # --- following the modules ---------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Adopt parameters that were moved, converted or replaced.
-
-        Raises:
-            OrderError: parameters are still on the meta device, or not where offload keeps them.
-        """
-        on_meta = [fqn for group in self.groups for fqn in group.on_meta()]
+        """Adopt parameters that were moved, converted or replaced. Raises `OrderError` if some are still on the meta
+        device."""
+        on_meta = [param.fqn for group in self.groups for param, held in group.held() if held.is_meta]
         if on_meta:
             raise OrderError(
                 f"unit '{self.name}': parameters are still on the meta device: {on_meta}. Materialise them first: "
                 "fsdp2.init.materialize(model), or fsdp2.checkpoint.load(folder, model=model)."
-            )
-        elsewhere = [each for group in self.groups for each in group.not_at_home()]
-        if elsewhere:
-            raise OrderError(
-                f"unit '{self.name}' is offloaded, so its sharded parameters must be on the CPU; these are not: "
-                f"{elsewhere}. Move them there: model.to('cpu'); fsdp2.init.materialize(model) puts them there itself."
             )
         self.refresh_groups()
 
