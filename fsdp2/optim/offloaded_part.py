@@ -227,7 +227,8 @@ class OffloadedPart:
     # --- in the background -------------------------------------------------------------------------------------------
 
     def _stepping(self) -> AbstractContextManager[object]:
-        return self._streams.stepping()
+        block: AbstractContextManager[object] = self._streams.stepping()
+        return block
 
     def _run(self, ready: torch.Event | None, states: State) -> None:
         with torch.no_grad(), self._stepping():

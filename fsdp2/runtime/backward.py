@@ -19,7 +19,7 @@ from fsdp2.events import emit, profiler_range
 from fsdp2.nothing import NOTHING
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.autograd import backward_is_whole
-from fsdp2.runtime.bucket import Bucket
+from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.state import Stage
 
 Unit: TypeAlias = Any  # `runtime.unit.Unit`: that module is above this one
@@ -58,12 +58,17 @@ def pre_backward(
             if unit.role is not None and unit.role.in_order and unit.settings.unshard_in_backward:
                 unit.unshard()  # a second forward in this backward may need other groups than the first
             return
-        if state.settings.when_reduced:
-            _check_not_stepped(unit)
+        if state.settings.when_reduced and any(group.gradients.were_taken for group in unit.groups):
+            raise OrderError(
+                f"unit '{unit.name}': backward needs its parameters again, but step_in_backward stepped them when "
+                "their gradients were complete. This happens to a unit that is used in several reentrant checkpoints: "
+                "use use_reentrant=False, or step after backward. After this error call model.reset_iter_state()."
+            )
         emit("pre_backward", unit.fqn)
         state.stage = Stage.BACKWARD
         for group in unit.groups:
-            group.adopt_changes()
+            if group.phase is Phase.UNSHARDED:
+                group.adopt_changes()
             group.gradients.begin_backward()
         if unit.settings.unshard_in_backward:
             unit.unshard()
@@ -80,16 +85,6 @@ def pre_backward(
                         target.unshard(prefetching=True)
 
 
-def _check_not_stepped(unit: Unit) -> None:
-    """Before parameters are gathered for backward: raise if an optimizer has stepped them in this backward."""
-    if any(group.gradients.were_taken for group in unit.groups):
-        raise OrderError(
-            f"unit '{unit.name}': backward needs its parameters again, but step_in_backward stepped them when their "
-            "gradients were complete. This happens to a unit that is used in several reentrant checkpoints: use "
-            "use_reentrant=False, or step after backward. After this error call model.reset_iter_state()."
-        )
-
-
 def reached(weak: "ref[Unit]") -> None:
     """A gradient has arrived, by no output of the unit: of a tensor that a module has kept, or of a loss outside of the
     forward that reads a parameter. The end of backward reduces it."""
@@ -101,12 +96,10 @@ def reached(weak: "ref[Unit]") -> None:
 def gradients_ready(weak: "ref[Unit]", index: int) -> None:
     """All trainable parameters of a group have a gradient, so their reduction can start before the unit's backward
     ends. If other ranks may lack some gradients, all ranks start it at the end of backward instead. Parameters that are
-    used as they are cannot be stepped before the unit's backward ends."""
+    used as they are cannot be stepped before the unit's backward ends. (`pre_backward` or `reached` was called.)"""
     unit = weak()
     if unit is None:
         return
-    if unit.step is None or unit.step.end is None or unit.step.end() is None:
-        reached(weak)
     settings, group = unit.state.settings, unit.groups[index]
     steps_what_is_used = settings.when_reduced and group.roles.shard_axis is None
     waits = settings.reduce_unused or unit.role is not None or steps_what_is_used

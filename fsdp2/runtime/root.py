@@ -4,14 +4,12 @@ Before that forward, units are independent; a unit that is unsharded early has i
 they share one, and their names are relative to the root.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from fsdp2.errors import OrderError
 from fsdp2.runtime import hooks
-from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.step import Step
 from fsdp2.runtime.unit import Unit, unit_of
 
@@ -60,7 +58,10 @@ def become_root(root: Unit) -> Step:
         unit.fqn = ", ".join(fqns)
         for group in unit.groups:
             group.channel.fqn = unit.fqn
-            name_parameters(group.params, module_fqns)
+            for param in group.params:  # by the module that first holds it
+                slot = param.slots[0]
+                prefix = "" if slot.module is None else module_fqns.get(slot.module, "")
+                param.fqn = f"{prefix}.{slot.name}" if prefix else slot.name
     for check in hooks.units_named:
         check(units)
     for unit in units:
@@ -86,11 +87,3 @@ def become_root(root: Unit) -> Step:
 
 def _described(root: Unit | None) -> str:
     return "which is gone" if root is None else f"this {' '.join(type(each).__name__ for each in root.modules)}"
-
-
-def name_parameters(params: Sequence[ManagedParameter], module_fqns: Mapping[nn.Module, str]) -> None:
-    """Set each parameter's FQN from that of the module that first holds it."""
-    for param in params:
-        slot = param.slots[0]
-        prefix = module_fqns.get(slot.module, "") if slot.module is not None else ""
-        param.fqn = f"{prefix}.{slot.name}" if prefix else slot.name

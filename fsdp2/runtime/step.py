@@ -104,8 +104,8 @@ class Step:
             if unit.state.stage is Stage.FORWARD and unit is not root and not is_running(unit):
                 unit.state.calls.clear()
                 unit.end_forward()
-            if not self.awaits_backward:
-                for group in unit.groups:
+            for group in unit.groups:
+                if group.roles.shard_axis is None and not self.awaits_backward:
                     group.changes.forget_use()
             if has_raised:
                 unit.reshard()

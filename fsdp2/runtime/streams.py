@@ -4,20 +4,15 @@ On an accelerator work is *enqueued*: all is issued at once, up to the final eve
 On the CPU work *runs*: a wait blocks, and is deferred until the result is needed. The runtime sees only `Streams.lazy`.
 """
 
-from contextlib import AbstractContextManager
 from functools import cache, partial
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fsdp2.nothing import NOTHING
 
 SIMULATED: list["Streams"] = []  # the last of these is used, whatever the device
-
-
-class _Block(Protocol):
-    def __call__(self) -> AbstractContextManager[object]: ...
 
 
 class Streams:
@@ -33,7 +28,7 @@ class Streams:
     """
 
     lazy = True
-    gathering: _Block = repeat(NOTHING).__next__
+    gathering: Any = repeat(NOTHING).__next__
     reducing = all_reducing = stepping = copying = gathering
     record: Any = repeat(None).__next__
     wait: Any = {}.get

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import lru_cache
 from itertools import repeat
-from operator import methodcaller
+from operator import is_, methodcaller, setitem
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -25,28 +25,22 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         return fn(value)
     if isinstance(value, (list, tuple)):
         items = [map_tensors(fn, item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        if all(map(is_, items, value)):
             return value
-        if isinstance(value, tuple) and type(value) is not tuple:
-            # A named tuple takes its fields one by one, a torch.return_types one takes a sequence.
-            kind: Any = type(value)
-            return kind._make(items) if getattr(kind, "_make", None) else kind(items)
-        return type(value)(items)
+        kind: Any = type(value)  # a named tuple takes its fields one by one, a torch.return_types one takes a sequence
+        return kind._make(items) if hasattr(kind, "_make") else kind(items)
+    put: Callable[[Any, Any, Any], None]
     if isinstance(value, dict):
-        parts = value
+        parts, put = value, setitem
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        put = object.__setattr__  # also of frozen ones
     else:
         return value
     changed = {key: new for key, old in parts.items() if (new := map_tensors(fn, old)) is not old}
-    if not changed:
-        return value
-    result = copy.copy(value)
+    result = copy.copy(value) if changed else value
     for key, new in changed.items():
-        if parts is value:
-            result[key] = new
-        else:
-            object.__setattr__(result, key, new)  # also for frozen dataclasses
+        put(result, key, new)
     return result
 
 
@@ -96,13 +90,10 @@ def _parts_of(kind: type) -> tuple[Callable[[Any], Iterable[Any]] | None, bool]:
         return iter, True
     if issubclass(kind, Mapping):
         return methodcaller("values"), issubclass(kind, dict)
-    if issubclass(kind, _CLOSED) or kind.__module__ == "builtins":
-        return None, True
-    slots = [
-        name for base in kind.__mro__ for name, each in vars(base).items() if isinstance(each, MemberDescriptorType)
-    ]
+    members = [item for base in kind.__mro__ for item in vars(base).items()]
+    slots = [name for name, each in members if isinstance(each, MemberDescriptorType)]
     has_dict = kind.__dictoffset__ != 0
-    if not slots and not has_dict:
+    if issubclass(kind, _CLOSED) or kind.__module__ == "builtins" or not (slots or has_dict):
         return None, True
 
     def attributes(value: Any) -> list[Any]:
