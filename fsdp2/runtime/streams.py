@@ -41,7 +41,8 @@ class _Current:
     __slots__ = ("_before", "_device_index", "_stream")
 
     def __init__(self, stream: torch.Stream):
-        self._stream = stream
+        self._stream = self._before = stream
+        self._device_index = -1
 
     def __enter__(self) -> None:
         self._device_index = torch.accelerator.current_device_index()
