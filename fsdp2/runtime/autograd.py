@@ -23,7 +23,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from fsdp2._torch import base_of, forward_level, number_of_node, transforms_are_active, will_run_node
+from fsdp2._torch import (
+    base_of,
+    forward_level,
+    number_of_node,
+    plain_apply,
+    transforms_are_active,
+    will_run_node,
+)
 from fsdp2.events import profiler_range
 from fsdp2.runtime import hooks
 from fsdp2.runtime.tree import map_tensors, tensors_in, tensors_within
@@ -56,6 +63,9 @@ class _BackwardEnd(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
+_end = plain_apply(_BackwardEnd)
+
+
 def on_backward_end(
     end: Callback, begin: Callback, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
@@ -66,7 +76,7 @@ def on_backward_end(
     tensors = list(filter(_needs_grad, tensors_in((args, kwargs) if kwargs else args)))
     if not tensors:
         return args, kwargs, False
-    wrapped: Any = iter(_BackwardEnd.apply(end, begin, _leaf, *tensors))  # type: ignore[no-untyped-call]
+    wrapped: Any = iter(_end(end, begin, _leaf, *tensors))
     if not kwargs and len(args) == 1 and args[0] is tensors[0]:
         return (next(wrapped),), kwargs, True
     return *map_tensors(lambda tensor: next(wrapped) if tensor.requires_grad else tensor, (args, kwargs)), True
