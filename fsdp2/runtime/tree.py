@@ -28,7 +28,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         if all(map(is_, items, value)):
             return value
         kind: Any = type(value)  # a named tuple takes its fields one by one, a torch.return_types one takes a sequence
-        return kind._make(items) if hasattr(kind, "_make") else kind(items)
+        return getattr(kind, "_make", kind)(items)
     put: Callable[[Any, Any, Any], None]
     if isinstance(value, dict):
         parts, put = value, setitem
