@@ -154,15 +154,18 @@ def _load(
                 stored.check(extra, matching.missing, matching.mismatches)
                 with uncollected():
                     matching.match(model, optimizer, how.strict)
-                    for one, other in matching.twins:
-                        box, local = one.entry.box, one.entry.local
-                        check_twins(
-                            catalog, one, other, box, torch.empty((2, *local.shape), dtype=local.dtype), how.verify
-                        )
+                    for need in (need for need in matching.needs if need.twins):
+                        first = torch.empty(need.entry.local.shape, dtype=need.entry.local.dtype)
+                        catalog.read(need.parts(catalog, need.entry.box, first), how.verify)
+                        check_twins(catalog, need, need.entry.box, first, how.verify)
                     agreement.check()  # after this rank's own errors, which say more than that another rank failed
                     matching.allocate(model, optimizer)
                     wait_for({need.entry.local.device for need in matching.needs})
-                    parts = [part for need in matching.needs for part in need.parts(catalog)]
+                    parts = [
+                        part
+                        for need in matching.needs
+                        for part in need.parts(catalog, need.entry.box, need.entry.local)
+                    ]
                 catalog.read(parts, how.verify)
                 matching.finish()
                 values = stored.give(extra, how.verify)  # last: what came before may have drawn random numbers
@@ -194,11 +197,8 @@ def _sample(storage: Storage, path: str) -> bytes:
     reader = storage.open_file(path)
     try:
         sample = bytearray(min(SAMPLE_BYTES, reader.size))
-        found = str(reader.size).encode()
-        for start in (0, (reader.size - len(sample)) // 2, reader.size - len(sample)):
-            reader.read_into(start, memoryview(sample))
-            found += sample
-        return found
+        reader.read_into((reader.size - len(sample)) // 2, memoryview(sample))
+        return b"%d %s" % (reader.size, sample)
     finally:
         reader.close()
 
@@ -228,21 +228,22 @@ def _not_one(records: list[str]) -> CheckpointError | None:
     )
 
 
-def check_twins(catalog: Catalog, one: Need, other: Need, box: Box, values: torch.Tensor, verify: bool = True) -> None:
-    """Check that a weight that is tied here but stored under two names has the same values under both, bit by bit.
+def check_twins(catalog: Catalog, need: Need, box: Box, values: torch.Tensor, verify: bool = True) -> None:
+    """Check that a weight that is tied here but stored under several names has the same values under all, bit by bit.
 
     Args:
         box: a part of it.
-        values: room for both.
+        values: that part, as it was read from the first.
 
     Raises:
         MismatchError: the values differ, and it is not known which to use.
     """
-    for need, into in zip((one, other), values, strict=True):
-        catalog.read(need.parts(catalog, box, into), verify)
-    if not torch.equal(*(each.reshape(-1).view(torch.uint8) for each in values)):
-        names = [", ".join(sorted(need.source.names())) for need in (one, other)]
-        raise MismatchError(
-            f"{catalog.path}: '{names[0]}' and '{names[1]}' are stored apart with different values, but are one weight "
-            "here. Load into a model that does not tie them."
-        )
+    for twin in need.twins:
+        other = torch.empty(values.shape, dtype=values.dtype)
+        catalog.read(need.parts(catalog, box, other, twin), verify, num_threads=0)
+        if not torch.equal(*(each.cpu().reshape(-1).view(torch.uint8) for each in (values, other))):
+            names = [", ".join(sorted(source.names())) for source in (need.source, twin)]
+            raise MismatchError(
+                f"{catalog.path}: '{names[0]}' and '{names[1]}' are stored apart with different values, but are one "
+                "weight here. Load into a model that does not tie them."
+            )

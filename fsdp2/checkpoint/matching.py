@@ -16,7 +16,7 @@ from fsdp2.checkpoint.io.catalog import Catalog, Part
 from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.schema.tree import at_path, decode
-from fsdp2.checkpoint.state.model import State, entry_of, model_state, named_as_in, ranks_of, unwrapped, within
+from fsdp2.checkpoint.state.model import State, entry_of, model_state, ranks_of, unwrapped, within
 from fsdp2.checkpoint.state.optimizer import ALONE, Optimizers, named_optimizers, named_params
 from fsdp2.checkpoint.state.optimizer_target import OptimizerTarget, tables_of
 from fsdp2.checkpoint.state.sources import Source, Sources, source_of
@@ -42,19 +42,19 @@ class Need:
     Attributes:
         source: the values of the whole tensor.
         entry: this rank's part.
+        twins: other sources, which must have the same values: the weight is tied here and stored more than once.
     """
 
     section: str
     source: Source
     entry: Entry
+    twins: Sequence[Source] = ()
 
-    def parts(self, catalog: Catalog, box: Box | None = None, into: torch.Tensor | None = None) -> list[Part]:
-        """What to read for this rank's part, or for another part of the whole tensor."""
-        if box is None or into is None:
-            box, into = self.entry.box, self.entry.local
+    def parts(self, catalog: Catalog, box: Box, into: torch.Tensor, source: Source | None = None) -> list[Part]:
+        """What to read for a part of the whole tensor."""
         return [
             Part(self.section, name, part, target, self.entry.name)
-            for name, target, part in self.source.wanted(into, box, catalog.tensors[self.section])
+            for name, target, part in (source or self.source).wanted(into, box, catalog.tensors[self.section])
         ]
 
 
@@ -69,7 +69,6 @@ class Matching:
 
     Attributes:
         needs: the tensors to fill.
-        twins: weights that are tied here but stored twice; both copies must have the same values.
         without_memory: keys of the model's parameters and buffers that are on the meta device.
         missing, unexpected, mismatches: as text; see `Loaded`.
     """
@@ -79,7 +78,6 @@ class Matching:
     cast: bool = False
     sources: Sources | None = None
     needs: list[Need] = field(default_factory=list)
-    twins: list[tuple[Need, Need]] = field(default_factory=list)
     without_memory: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -102,19 +100,19 @@ class Matching:
         """After a successful match: give memory to the model's meta tensors, and fill these tensors from now on."""
         if not self.without_memory:
             return
-        model = self._fitted(model)
+        model = unwrapped(model)
         assert isinstance(model, nn.Module)
         fresh = allocate(model, wanted=frozenset(self.without_memory).__contains__)
         for each in named_optimizers(optimizer).values():
             _move(each, {one.was: one.tensor for one in fresh})
         _warn_of_meta(model)
-        for found in (self.needs, self.twins, self.missing, self.unexpected, self._finish):
+        for found in (self.needs, self.missing, self.unexpected, self._finish):
             found.clear()
         self.missing += self._before
         self._ask_all(model, optimizer)
 
     def _ask_all(self, model: Model | None, optimizer: Optimizers | None) -> None:
-        model = self._fitted(model)
+        model = unwrapped(model)
         if model is not None:
             self._ask("model", model)
         optimizers, held = named_optimizers(optimizer), set[str]()
@@ -145,12 +143,6 @@ class Matching:
                 others.update(str(name) for name in table["kinds"] if name not in asked)
         self.unexpected += [f"optimizer '{name}'" for name in sorted(others)]
         self.unexpected += [f"optimizer state of '{fqn}'" for fqn in sorted(left)]
-
-    def _fitted(self, model: Any) -> Any:
-        """The model without DDP's wrapper, or inside such a module if all stored names have its prefix. With
-        ``sources`` the user decides the names."""
-        stored = self.catalog.tensors.get("model", {})
-        return unwrapped(model) if self.sources is not None else named_as_in(stored, model)
 
     def finish(self) -> None:
         """After all needs were filled: load the values that are not tensors, and put allocated tensors in place."""
@@ -191,12 +183,7 @@ class Matching:
                         f"load: '{name}' is on the meta device, where there is nothing to fill; allocate it"
                     )
                 self.without_memory.append(state.keys[name])
-            self._need(section, source, entry)
-            self.twins += [
-                (Need(section, source, entry), Need(section, twin, entry))
-                for twin in twins
-                if self._fits(section, twin, entry)
-            ]
+            self._need(section, source, entry, [twin for twin in twins if self._fits(section, twin, entry)])
         given = {name: self._given(section, name) for name in (*state.entries, *state.aliases)}
         known = {*found, *(one for name, source in given.items() for one in (source.names() if source else [name]))}
         values = tuple(f"{name}/" for table in self.catalog.values_of(section) for name in table)
@@ -312,10 +299,10 @@ class Matching:
         self._finish.append(target.finish)
         return set(target.names.values())
 
-    def _need(self, section: str, source: Source, entry: Entry) -> None:
+    def _need(self, section: str, source: Source, entry: Entry, twins: Sequence[Source] = ()) -> None:
         """Request this rank's part of a tensor, if it matches what is stored."""
         if self._fits(section, source, entry):
-            self.needs.append(Need(section, source, entry))
+            self.needs.append(Need(section, source, entry, twins))
 
     def _fits(self, section: str, source: Source, entry: Entry) -> bool:
         """Whether a source has the shape and dtype of a tensor; a mismatch is noted."""

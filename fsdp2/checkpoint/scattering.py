@@ -6,9 +6,10 @@ for each other.
 
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,11 @@ from fsdp2.checkpoint.matching import Matching, Need
 from fsdp2.checkpoint.opening import not_replaced, open_catalog
 from fsdp2.checkpoint.ranks.agreement import world_of
 from fsdp2.checkpoint.ranks.world import World
-from fsdp2.checkpoint.run.folders import TRIES
 from fsdp2.checkpoint.state.sources import Sources
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.checkpoint.storage.local import LocalStorage
-from fsdp2.errors import ArgumentError, CheckpointError, ReplacedError
-from fsdp2.placement.box import Box, whole
+from fsdp2.errors import ArgumentError, CheckpointError
+from fsdp2.placement.box import whole
 
 __all__ = ["load_from_rank"]
 
@@ -58,9 +58,9 @@ def load_from_rank(
     Raises:
         MismatchError: as for `load`; on all ranks. (If a weight that is tied here is stored twice with different
             values, the other ranks raise a `CheckpointError`.)
-        ReplacedError: as for `load`; on all ranks.
-        CheckpointError: on the other ranks, if the reader failed, with its error in the message (the reader raises the
-            error itself); the model may be partly filled. Or the ranks request different tensors.
+        CheckpointError: on the other ranks, if the reader failed (also since its files were replaced), with its error
+            in the message (the reader raises the error itself); the model may be partly filled. Or the ranks request
+            different tensors.
         ArgumentError: the group has no such rank.
 
     Example::
@@ -71,82 +71,69 @@ def load_from_rank(
     if not 0 <= rank < world.size:
         raise ArgumentError(f"load_from_rank: rank={rank}: expected a rank of the group, 0 to {world.size - 1}")
     ranks = _Ranks(world, process_group, rank)
-    for reads_left in reversed(range(TRIES)):
-        catalogs: list[Catalog] = []
-        try:
-            return _load(ranks, folder, model, Matching(_NOTHING, world, cast, sources), strict, catalogs)
-        except ReplacedError:  # on all ranks, so that all start again
-            if not reads_left:
-                raise
-        finally:
-            for catalog in catalogs:
-                catalog.close()
-    raise AssertionError("unreachable")
+    catalog = listed = Catalog(LocalStorage(), "", "")
+    try:
+        with ranks.together():
+            if ranks.is_reader:
+                catalog = open_catalog(*storage_of(folder))
+                listed = _listing(catalog)
+        listed = ranks.gathered(listed if ranks.is_reader else None)[rank]
+        matching = Matching(listed, world, cast, sources)
+        with ranks.together():
+            matching.match(model, None, strict)
+        asked = [(need.entry.name, need.entry.tiling, need.entry.local.dtype) for need in matching.needs]
+        marks = ranks.gathered(zlib.crc32(repr(asked).encode(errors="backslashreplace")))
+        if different := [each for each, mark in enumerate(marks) if mark != marks[rank]]:
+            raise CheckpointError(
+                f"load_from_rank: ranks {different} ask for other tensors, or other parts, than rank {rank}: all must "
+                "give the same model, sharded over the same mesh"
+            )
+        with ranks.together():
+            matching.allocate(model, None)
+            nccl = dist.is_initialized() and dist.get_backend(process_group) == "nccl"
+            device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+            room = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=device)
+        errors: list[Exception] = []
+        for need in matching.needs:
+            if prod(need.entry.tiling.shape):
+                _fill(need, catalog, folder, room, ranks, errors)
+        with ranks.together():
+            if errors:
+                raise errors[0]
+            matching.finish()
+    finally:
+        catalog.close()
+    return Loaded(listed.path, listed.step, {}, matching.missing, matching.unexpected)
 
 
-def _load(
-    ranks: "_Ranks",
+def _fill(
+    need: Need,
+    catalog: Catalog,
     folder: str | os.PathLike[str],
-    model: nn.Module | Mapping[str, Any],
-    matching: Matching,
-    strict: bool,
-    catalogs: list[Catalog],
-) -> Loaded:
-    """Load on all ranks. The reader's catalog is added to `catalogs`."""
-    listed: list[Any] = [None]
-    with ranks.together():
-        if ranks.is_reader:
-            catalogs.append(open_catalog(*storage_of(folder)))
-            listed = [_listing(catalogs[0])]
-    if ranks.world.size > 1:
-        dist.broadcast_object_list(listed, group=ranks.group, group_src=ranks.reader)
-    matching.catalog = listed[0]
-    with ranks.together():
-        matching.match(model, None, strict)
-    ranks.compare(matching.needs)
-    room = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-    with ranks.together():
-        for one, other in matching.twins if ranks.is_reader else ():
-            local = one.entry.local
-            for part in _chunks(whole(one.entry.tiling.shape), 2 * local.element_size()):
-                values = torch.empty((2, *part.shape), dtype=local.dtype)
-                with not_replaced(*storage_of(folder), catalogs[0]):
-                    check_twins(catalogs[0], one, other, part, values)
-        matching.allocate(model, None)
-        room = room.to(ranks.device)
-    errors: list[Exception] = []
-    for need in matching.needs:
-        local, box = need.entry.local, need.entry.box
-        for part in _chunks(whole(need.entry.tiling.shape), local.element_size()):
-            message = room[: part.numel * local.element_size()]
-            values = message.view(local.dtype).view(part.shape)
+    room: torch.Tensor,
+    ranks: "_Ranks",
+    errors: list[Exception],
+) -> None:
+    """Read and broadcast a tensor in parts that fit into `room`, and keep this rank's. After an error it goes on, so
+    that no rank waits for it."""
+    local, itemsize = need.entry.local, need.entry.local.element_size()
+    for part in whole(need.entry.tiling.shape).split_until(lambda part: part.numel * itemsize <= room.numel()):
+        message = room[: part.numel * itemsize]
+        values = message.view(local.dtype).view(part.shape)
+        try:
             if ranks.is_reader and not errors:
-                try:
-                    with not_replaced(*storage_of(folder), catalogs[0]):
-                        catalogs[0].read(need.parts(catalogs[0], part, values), num_threads=0)
-                except Exception as error:
-                    errors.append(error)
-            if ranks.world.size > 1:
-                dist.broadcast(message, group=ranks.group, group_src=ranks.reader)
-            common = part.intersect(box)
-            if common is not None and not errors:
-                try:
-                    local[common.within(box).slices()].copy_(values[common.within(part).slices()])
-                except Exception as error:  # it goes on, so that no rank waits for it, and says so at the end
-                    errors.append(error)
-    with ranks.together():
-        if errors:
-            raise errors[0]
-        matching.finish()
-    return Loaded(matching.catalog.path, matching.catalog.step, {}, matching.missing, matching.unexpected)
-
-
-_NOTHING = Catalog(LocalStorage(), "", "")
-
-
-def _chunks(box: Box, itemsize: int) -> Iterator[Box]:
-    """The box in parts that each fit into a message."""
-    return box.split_until(lambda part: part.numel * itemsize <= CHUNK_BYTES) if box.numel else iter(())
+                with not_replaced(*storage_of(folder), catalog):
+                    catalog.read(need.parts(catalog, part, values), num_threads=0)
+                    check_twins(catalog, need, part, values)
+        except Exception as error:
+            errors.append(error)
+        if ranks.world.size > 1:
+            dist.broadcast(message, group=ranks.group, group_src=ranks.reader)
+        try:
+            if (common := part.intersect(need.entry.box)) is not None and not errors:
+                local[common.within(need.entry.box).slices()].copy_(values[common.within(part).slices()])
+        except Exception as error:
+            errors.append(error)
 
 
 def _listing(catalog: Catalog) -> Catalog:
@@ -159,18 +146,23 @@ def _listing(catalog: Catalog) -> Catalog:
     return listed
 
 
-class _Ranks:
-    """The ranks that load, and how an error of one of them stops all.
+class _Ranks(NamedTuple):
+    """The ranks that load, and the one of them that reads."""
 
-    Args:
-        reader: rank within the group.
-    """
+    world: World
+    group: dist.ProcessGroup | None
+    reader: int
 
-    def __init__(self, world: World, group: dist.ProcessGroup | None, reader: int):
-        self.world, self.group, self.reader = world, group, reader
-        self.is_reader = world.rank == reader
-        nccl = dist.is_initialized() and dist.get_backend(group) == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    @property
+    def is_reader(self) -> bool:
+        return self.world.rank == self.reader
+
+    def gathered(self, own: Any) -> list[Any]:
+        """What each rank gives."""
+        every = [own] * self.world.size
+        if self.world.size > 1:
+            dist.all_gather_object(every, own, group=self.group)
+        return every
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -180,28 +172,10 @@ class _Ranks:
             yield
         except BaseException as caught:
             error = caught
-        whys = self._gathered("" if error is None else f"{type(error).__name__}: {error}")
+        whys = self.gathered("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         if why := whys[self.reader]:
-            kind = ReplacedError if why.startswith(f"{ReplacedError.__name__}: ") else CheckpointError
-            raise kind(f"load_from_rank: rank {self.reader}, which reads, gave up: {why}")
+            raise CheckpointError(f"load_from_rank: rank {self.reader}, which reads, gave up: {why}")
         if failed := [rank for rank, why in enumerate(whys) if why]:
             raise CheckpointError(f"load_from_rank: ranks {failed} failed; see their errors ({whys[failed[0]]})")
-
-    def compare(self, needs: Sequence[Need]) -> None:
-        """Check that all ranks ask for the same."""
-        asked = [(need.entry.name, need.entry.tiling, need.entry.local.dtype) for need in needs]
-        marks = self._gathered(zlib.crc32(repr(asked).encode(errors="backslashreplace")))
-        different = [rank for rank, mark in enumerate(marks) if mark != marks[self.reader]]
-        if different:
-            raise CheckpointError(
-                f"load_from_rank: ranks {different} ask for other tensors, or other parts, than rank {self.reader}: "
-                "all must give the same model, sharded over the same mesh"
-            )
-
-    def _gathered(self, own: Any) -> list[Any]:
-        every = [own] * self.world.size
-        if self.world.size > 1:
-            dist.all_gather_object(every, own, group=self.group)
-        return every

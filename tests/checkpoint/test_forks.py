@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -87,36 +86,3 @@ def test_a_process_that_is_forked_during_a_save(tmp_path: Path, monkeypatch: pyt
         into = {"a": torch.full((4,), 7.0)}
         checkpoint.load(tmp_path / name, model=into)
         assert into["a"].tolist() == [value] * 4
-
-
-@pytest.mark.parametrize("leave", ["return", "exit", "raise"])
-def test_a_forked_process_whose_last_save_fails(
-    leave: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Such a process leaves without `atexit`: it exited with status 0 and said nothing, and its checkpoint was not
-    there. An error of its own is not hidden by that of the save."""
-    begun_to_leave = multiprocessing.get_context("fork").Event()
-
-    def fails(*args: Any) -> Any:
-        begun_to_leave.wait(60)
-        time.sleep(0.2)  # it has to wait for the save
-        raise OSError("no space")
-
-    def target() -> None:
-        checkpoint.save(tmp_path / "a", model={"a": torch.ones(4)}, async_op=True)
-        begun_to_leave.set()
-        if leave == "raise":
-            raise ValueError("its own error")
-        if leave == "exit":
-            sys.exit(0)
-
-    monkeypatch.setattr(saving, "write_file", fails)
-    process = multiprocessing.get_context("fork").Process(target=target, daemon=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer versions of Python warn of threads
-        process.start()
-    process.join(60)
-    assert process.exitcode == 1
-    said = capfd.readouterr().err
-    assert said.count("OSError: no space") == 1
-    assert said.count("ValueError: its own error") == (leave == "raise")

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2 import ArgumentError, checkpoint
 from fsdp2.checkpoint.tools.converting import convert
 from tests.helpers.dcp_saves import save_dcp
-from tests.helpers.ranks import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -62,35 +60,3 @@ def test_a_converted_tensor_with_the_name_of_the_metadata(tmp_path: Path) -> Non
     with pytest.raises(ArgumentError, match="'__metadata__', a name that safetensors reserves"):
         convert(tmp_path / "a", tmp_path / "b")
     assert not (tmp_path / "b").exists()
-
-
-def trained(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    return optimizer
-
-
-@on_ranks(1)
-def test_names_that_ddp_gave(rank: int, world_size: int, tmp_path: Path) -> None:
-    """What was saved with the prefix, by fsdp2 before it took that away or by another library, loads into the model
-    with and without DDP, on the meta device too; a model whose own names begin so is left alone."""
-    outer, inner = nn.Module(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    outer.module = inner
-    outer.forward = inner.forward  # type: ignore[method-assign]
-    optimizer = trained(outer)
-    checkpoint.save(tmp_path / "a", model=outer, optimizer=optimizer)
-    with torch.device("meta"):
-        plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    its = torch.optim.AdamW(plain.parameters())
-    loaded = checkpoint.load(tmp_path / "a", model=plain, optimizer=its)
-    assert (loaded.missing, loaded.unexpected) == ([], [])
-    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
-    checkpoint.load(tmp_path / "a", model=wrapped)
-    same = nn.Module()
-    same.module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    checkpoint.load(tmp_path / "a", model=same)
-    for one, *others in zip(*(each.parameters() for each in (inner, plain, wrapped, same)), strict=True):
-        assert all(torch.equal(one, other) for other in others)
-    for one, two in zip(inner.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(optimizer.state[one]["exp_avg"], its.state[two]["exp_avg"])

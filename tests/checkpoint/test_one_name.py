@@ -16,7 +16,7 @@ from fsdp2.checkpoint import opening
 from fsdp2.checkpoint.io import reading
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.run.folders import TRIES
-from fsdp2.errors import CheckpointError, ReplacedError
+from fsdp2.errors import CheckpointError
 from tests.helpers.ranks import on_ranks
 
 NAME = "step-00000001"
@@ -159,49 +159,6 @@ def test_files_that_are_gone_when_a_load_comes_to_them(tmp_path: Path, monkeypat
     next((tmp_path / NAME).glob("model-*")).unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         value_at(tmp_path)
-
-
-@on_ranks(1, 3)
-def test_load_from_rank_beside_a_writer(rank: int, world_size: int, tmp_path: Path) -> None:
-    """The reader's files are replaced when it comes to them, after the others had parts of what was there before. It
-    raised, where `load` begins again."""
-    alone = [torch.distributed.new_group([each]) for each in range(world_size)][rank]
-    reader = world_size - 1
-
-    def save_alone(value: float) -> None:
-        model = {"a": torch.full((3,), value), "b": torch.full((4,), value)}
-        checkpoint.save(tmp_path, model=model, step=1, overwrite=True, process_group=alone)
-
-    if rank == reader:
-        save_alone(1.0)
-    into = {"a": torch.zeros(3), "b": torch.zeros(4)}
-    real, left, reads = Catalog.read, [1], [0]
-
-    def read(self: Catalog, requests: Any, **how: Any) -> None:
-        reads[0] += 1
-        if reads[0] % 2 == 0 and left[0]:  # of each two tensors the second
-            left[0] -= 1
-            save_alone(2.0 + left[0])
-        real(self, requests, **how)
-
-    folder = tmp_path / NAME if rank == reader else Path("/nowhere")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "MAX_OPEN_FILES", 0)
-        patch.setattr(Catalog, "read", read)
-        checkpoint.load_from_rank(folder, model=into, rank=reader)
-        assert all(values.eq(2).all() for values in into.values())
-        assert reads[0] == (4 if rank == reader else 0)
-        left[0] = 100
-        with pytest.raises(ReplacedError, match=r"was replaced by save .* while it was read"):
-            checkpoint.load_from_rank(folder, model=into, rank=reader)
-        assert left[0] == (100 - TRIES if rank == reader else 100)
-        left[0] = 0
-        checkpoint.load_from_rank(folder, model=into, rank=reader)
-    if rank == reader:
-        for file in (tmp_path / NAME).glob("model-*"):
-            file.unlink()
-    with pytest.raises(CheckpointError, match="is missing"):
-        checkpoint.load_from_rank(folder, model=into, rank=reader)
 
 
 def test_left_overs_of_a_name_with_a_line_break(tmp_path: Path) -> None:

@@ -108,14 +108,13 @@ def test_a_folder_of_its_own_class(rank: int, world_size: int, kind: str, tmp_pa
 def test_each_operation(rank: int, world_size: int, tmp_path: Path) -> None:
     """Those that none of these classes needs, with a mapping of our own, which transformers follows too."""
     from transformers import conversion_mapping as published
-    from transformers.core_model_loading import Chunk, Interleave, Split, Transpose, WeightConverter
+    from transformers.core_model_loading import Chunk, Split, Transpose, WeightConverter
 
     heads = ["q_proj", "k_proj", "v_proj"]
     mapping = [
         WeightConverter("up.weight", "mlp.fc1.weight", [Transpose(0, 1)]),
         WeightConverter("mlp.fc2.weight", "mlp.fc2.weight", [Transpose(-1, -2, check_dims=True)]),
-        WeightConverter("layernorm_after.turned", "layernorm_after.weight", [Interleave(0)]),
-        WeightConverter("qkv.weight", [f"{head}.weight" for head in heads], [Interleave(0), Split(0)]),
+        WeightConverter("qkv.weight", [f"{head}.weight" for head in heads], [Split(0)]),
         WeightConverter("qkv.bias", [f"{head}.bias" for head in heads], [Chunk(0)]),
     ]
     with patch.object(published, "_checkpoint_conversion_mapping_cache", {"ViTModel": mapping, "legacy": []}):
@@ -136,37 +135,6 @@ def test_of_one_process(tmp_path: Path) -> None:
     assert loaded.missing == [] and loaded.unexpected == ["model 'classifier.bias'", "model 'classifier.weight'"]
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, expected[f"vit.{name}"])
-
-
-class Holder(nn.Module):
-    """A user's own module around a model of transformers."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.lm = model
-        self.head = nn.Linear(2, 2)
-
-
-@pytest.mark.parametrize("kind", ["vit", "mixtral"])
-def test_a_module_that_holds_the_model(kind: str, tmp_path: Path) -> None:
-    """Each tensor was "missing in the checkpoint" and each stored one "unexpected", and it advised strict=False, which
-    loads nothing. The folder of the holder itself, and what the user says with sources, are read as before."""
-    expected = written(0, tmp_path, BUILDERS[kind])
-    model = Holder(BUILDERS[kind]())
-    advice = f"The folder is of the {type(model.lm).__name__} that it holds as 'lm': .* model=model.lm"
-    for strict in (True, False):
-        with pytest.raises(MismatchError, match=advice):
-            checkpoint.load(tmp_path, model=model, strict=strict)
-    checkpoint.load(tmp_path, model=model.lm)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.lm.state_dict().items())
-    if kind == "mixtral":
-        loaded = checkpoint.load(tmp_path, model=model, sources={"lm.lm_head.weight": "lm_head.weight"}, strict=False)
-        assert "model 'lm.lm_head.weight'" not in loaded.missing
-    with pytest.raises(MismatchError, match="missing in the checkpoint: model 'weight'"):  # another model altogether
-        checkpoint.load(tmp_path, model=nn.Linear(2, 2))
-    checkpoint.save(tmp_path / "own", model=model, consolidated=True).wait()
-    (tmp_path / "own" / "checkpoint.json").unlink()
-    checkpoint.load(tmp_path / "own", model=model)
 
 
 def test_names_of_the_model_itself(tmp_path: Path) -> None:

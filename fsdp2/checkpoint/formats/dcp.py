@@ -15,7 +15,6 @@ import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
-from urllib.parse import quote
 
 import torch
 
@@ -39,6 +38,7 @@ MAX_VALUE_BYTES = 1 << 28
 # The names that users give to the model's part of a state dict, and to the number of steps.
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
 NO_OPTIONS = ("params", "param_names")  # keys of a param group
+PLAIN_NAME = re.compile(r"\w+")  # of a tensor in the state of a parameter; others are nested
 
 
 def is_dcp(storage: Storage, path: str) -> bool:
@@ -84,7 +84,7 @@ class DcpCatalog(Catalog):
         self._keys = {item.path: key for key, item in items.items()}
         self._of: dict[str, dict[str, str]] = {"model": {}, "optimizer": {}}  # section -> name -> key of the tensor
         self._model_values: dict[str, str] = {}  # name -> key
-        self._optimizers: dict[Path, dict[str, tuple[str, str, Path]]] = {}  # root -> key -> what it is, see `_place`
+        self._optimizers: dict[Path, dict[str, tuple[str, str, str]]] = {}  # root -> key -> what it is, see `_place`
         self.left_out = {"model": {}, "optimizer": {}, "": {}}
         self._sort()
         for section, names in self._of.items():
@@ -122,15 +122,16 @@ class DcpCatalog(Catalog):
 
     def _add_to_optimizer(self, root: Path, path: Path, key: str) -> None:
         place = _place(path[len(root) :], self._of["model"])
-        if place is None or (place[0] == "group" and not place[1].isdecimal()):
+        if place is None:
             self.left_out[""][key] = "neither model nor optimizer"
             return
+        kind, owner, name = place
         self._optimizers.setdefault(root, {})[key] = place
-        if place[0] == "state" and self._items[key].is_readable:
-            name = f"{_path_name(place[2])}.{place[1]}"
-            if name in self._of["optimizer"]:
-                raise CheckpointError(f"two optimizers have a '{name}': {self._of['optimizer'][name]} and {key}")
-            self._of["optimizer"][name] = key
+        if kind == "state" and self._items[key].is_readable and PLAIN_NAME.fullmatch(name):
+            stored = f"{name}.{owner}"
+            if stored in self._of["optimizer"]:
+                raise CheckpointError(f"two optimizers have a '{stored}': {self._of['optimizer'][stored]} and {key}")
+            self._of["optimizer"][stored] = key
 
     def read_values(self, section: str) -> Sequence[Mapping[str, Any]]:
         """See `Catalog`.
@@ -149,20 +150,23 @@ class DcpCatalog(Catalog):
                 self.left_out["model"][name] = str(error)
         return [model] if model else []
 
-    def _table(self, members: Mapping[str, tuple[str, str, Path]]) -> dict[str, Any]:
+    def _table(self, members: Mapping[str, tuple[str, str, str]]) -> dict[str, Any]:
         """The values of an optimizer (see `optimizer.py`)."""
         shapes = {name: info.shape for name, info in self.tensors["model"].items()}
-        states: dict[str, dict[Path, Any]] = {}
+        states: dict[str, dict[str, Any]] = {}
         options: dict[str, dict[str, Any]] = {}
         groups: dict[str, dict[str, Any]] = {}
-        for key, (kind, fqn, path) in members.items():
-            info = self._items[key].info
-            if kind == "state" and info is not None and self._items[key].is_readable:
-                states.setdefault(fqn, {})[path] = _note(path, info, shapes.get(fqn))
+        places = {"state": states, "option": options, "group": groups}
+        for key, (kind, owner, name) in members.items():
+            own = places[kind].setdefault(owner, {})
+            if kind == "state" and f"{name}.{owner}" in self._of["optimizer"]:
+                own[name] = _note(name, self.tensors["optimizer"][f"{name}.{owner}"], shapes.get(owner))
                 continue
             try:
+                if kind == "state" and not PLAIN_NAME.fullmatch(name):
+                    raise NotPlain("it is nested")
                 value = self._value(key)
-                form = _encoded(value)
+                own[name] = value if name in NO_OPTIONS else _encoded(value)
             except (NotPlain, ArgumentError) as error:
                 self.left_out["optimizer"][key] = str(error)
                 if kind == "state":
@@ -171,18 +175,10 @@ class DcpCatalog(Catalog):
                         "and without it the rest is not what was saved. Load the optimizer with "
                         "torch.distributed.checkpoint, or the model alone."
                     ) from error
-                continue
-            if kind == "state":
-                states.setdefault(fqn, {})[path] = form
-            elif kind == "option":
-                options.setdefault(fqn, {})[str(path[0])] = form
-            else:
-                groups.setdefault(fqn, {})[str(path[0])] = value if path[0] in NO_OPTIONS else form
         for own in groups.values():
             for fqn in own.get("param_names") or own.get("params") or ():
                 options.setdefault(str(fqn), {}).update(own)
-        forms = {fqn: _nested(items) for fqn, items in states.items()}
-        kinds = {canonical(form): form for form in forms.values()}
+        kinds = {canonical(form): form for form in states.values()}
         numbers = {text: number for number, text in enumerate(kinds)}
         listed: dict[str, dict[str, Any]] = {}
         for fqn in {**options, **states}:
@@ -192,7 +188,7 @@ class DcpCatalog(Catalog):
         return {
             "kinds": {"": ""},
             "forms": [*kinds.values()],
-            "states": {fqn: numbers[canonical(form)] for fqn, form in forms.items()},
+            "states": {fqn: numbers[canonical(form)] for fqn, form in states.items()},
             "groups": [*listed.values()],
         }
 
@@ -298,60 +294,33 @@ def _is_below(path: Path, root: Path) -> bool:
     return path[: len(root)] == root and bool(rest) and str(rest[0]).split(".")[0] in ("state", "param_groups")
 
 
-def _place(path: Path, names: Container[str]) -> tuple[str, str, Path] | None:
-    """What an item below an optimizer's key is: ("state", FQN, path in the state), ("option", FQN, (name,)), or
-    ("group", number, (name,)). None for anything else.
+def _place(path: Path, names: Container[str]) -> tuple[str, str, str] | None:
+    """What an item below an optimizer's key is: ("state", FQN, name), ("option", FQN, name), or ("group", number,
+    name). None for anything else.
 
     Args:
         names: of the model's tensors, to tell where an FQN ends in a flattened name.
     """
-    head, rest = str(path[0]), path[1:]
+    head, *rest = map(str, path)
     if head == "state" and len(rest) >= 2:
-        return "state", str(rest[0]), rest[1:]
-    if head == "param_groups" and len(rest) == 2:
-        return "group", str(rest[0]), rest[1:]
+        return "state", rest[0], "/".join(rest[1:])
+    if head == "param_groups" and len(rest) == 2 and rest[0].isdecimal():
+        return "group", rest[0], rest[1]
     for prefix, kind in (("state.", "state"), ("param_groups.", "option")):
         if head.startswith(prefix):
-            parts = ".".join([head.removeprefix(prefix), *map(str, rest)]).split(".")
+            parts = ".".join([head.removeprefix(prefix), *rest]).split(".")
             cut = next((at for at in range(len(parts) - 1, 0, -1) if ".".join(parts[:at]) in names), len(parts) - 1)
-            return kind, ".".join(parts[:cut]), tuple(parts[cut:])
+            return kind, ".".join(parts[:cut]), "/".join(parts[cut:])
     return None
 
 
-def _note(path: Path, info: StoredTensorInfo, shape: tuple[int, ...] | None) -> dict[str, Any]:
+def _note(name: str, info: StoredTensorInfo, shape: tuple[int, ...] | None) -> dict[str, Any]:
     """How a tensor of a parameter's state is created again (see `optimizer.py`)."""
-    note = {"$tensor": _path_name(path)}
-    if not info.shape and (shape != () or path == ("step",)):
+    note = {"$tensor": name}
+    if not info.shape and (shape != () or name == "step"):
         return {**note, "as": "plain"}
     # A tensor with another shape than its parameter (such as a factor) is replicated, however it was stored.
     return {**note, "as": "param"} if shape is None or info.shape == shape else note
-
-
-def _path_name(path: Path) -> str:
-    """A path as `tree.py` writes it."""
-    return "/".join(quote(str(part), safe="").replace(".", "%2E") for part in path)
-
-
-def _nested(items: Mapping[Path, Any]) -> Any:
-    """Nest values again, given their paths; dicts with the keys 0, 1, ... become lists."""
-    tree: dict[str | int, Any] = {}
-    for path, value in sorted(items.items(), key=lambda item: str(item[0])):
-        level = tree
-        for part in path[:-1]:
-            level = level.setdefault(part, {})
-            if not isinstance(level, dict) or "$tensor" in level:
-                raise CorruptError(f"a value at {path}, where others are below")
-        level[path[-1]] = value
-    return _listed(tree)
-
-
-def _listed(level: Any) -> Any:
-    if not isinstance(level, dict) or "$tensor" in level:
-        return level
-    inner = {key: _listed(value) for key, value in level.items()}
-    if inner and all(type(key) is int for key in inner):
-        return [inner[key] for key in sorted(inner, key=int)]
-    return {str(key): value for key, value in inner.items()}
 
 
 def _encoded(value: Any) -> Any:

@@ -15,9 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp2.checkpoint.io.pieces import StoredTensorInfo
-from fsdp2.checkpoint.state.model import clean_name
 from fsdp2.checkpoint.state.sources import Source, concatenated, stacked, stored
-from fsdp2.errors import MismatchError, UnsupportedError
+from fsdp2.errors import UnsupportedError
 
 __all__ = ["published_sources"]
 
@@ -39,11 +38,8 @@ def published_sources(
 
     Raises:
         UnsupportedError: one of the other tensors requires an operation that is not known here.
-        MismatchError: the folder does not belong to this module, but to a transformers model inside it.
     """
     modeling = sys.modules.get("transformers.modeling_utils")  # not imported: then there are no transformers models
-    if modeling is not None and isinstance(model, nn.Module) and not (said or shapes.keys() & tensors.keys()):
-        _check_not_within(model, modeling.PreTrainedModel, shapes, tensors)
     if modeling is None or not isinstance(model, modeling.PreTrainedModel) or shapes.keys() <= tensors.keys():
         return {}
     try:
@@ -72,24 +68,6 @@ def published_sources(
             continue
         found |= _Conversion(converter, renamed, model.config, shapes, tensors).of(collected)
     return found
-
-
-def _check_not_within(
-    model: nn.Module, kind: type[nn.Module], shapes: Shapes, tensors: Mapping[str, StoredTensorInfo]
-) -> None:
-    """If no name of a module is stored, check that the folder does not belong to a transformers model inside it.
-    Otherwise the error would report every tensor as missing, and every stored one as unexpected."""
-    if isinstance(model, kind):
-        return
-    for path, module in model.named_modules():
-        if isinstance(module, kind):
-            prefix = f"{clean_name(path)}."
-            within = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
-            if within.keys() & tensors.keys() or published_sources(module, within, tensors):
-                raise MismatchError(
-                    f"load: no name of this {type(model).__name__} is stored. The folder is of the "
-                    f"{type(module).__name__} that it holds as '{path}': load that one, model=model.{path}"
-                )
 
 
 def _skeleton(model: nn.Module, kind: type[nn.Module]) -> Any:
@@ -194,14 +172,6 @@ class _Conversion:
             source = source.transpose(operation.dim0, operation.dim1)
         return {(self._from if len(self._to) > 1 else self._to)[0]: [source]}
 
-    def interleave(self, operation: Any, values: Values) -> Values:
-        source = self._one(values)
-        shape = self._shape(source)
-        dim = operation.dim % len(shape)
-        pair = (2, shape[dim] // 2) if operation.inverse else (shape[dim] // 2, 2)
-        apart = source.reshape(*shape[:dim], *pair, *shape[dim + 1 :])
-        return {self._to[0]: [apart.transpose(dim, dim + 1).reshape(*shape)]}
-
 
 # By the class names of transformers' operations.
 KNOWN: dict[str, Callable[[_Conversion, Any, Values], Values]] = {
@@ -210,6 +180,5 @@ KNOWN: dict[str, Callable[[_Conversion, Any, Values], Values]] = {
     "Chunk": _Conversion.chunk,
     "Split": _Conversion.split,
     "Transpose": _Conversion.transpose,
-    "Interleave": _Conversion.interleave,
 }
 OF_SEVERAL = (_Conversion.merge, _Conversion.concatenate)  # the others take tensors of only one pattern

@@ -6,12 +6,10 @@ error of one rank is the outcome on all ranks. Works from any thread (the store'
 """
 
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -26,10 +24,6 @@ MAX_WORD = 1 << 20  # characters; the store drops clients that send a value of m
 
 # The possible decisions: the work will be committed; a rank failed; a rank timed out waiting for others.
 GO, FAILED, WAITED = "go", "failed", "waited"
-
-# How many agreements of each name this process has begun. Ranks begin them in the same order, so the counts are equal.
-# Counted per process group: after the groups are recreated, perhaps because a rank was replaced, all start at zero.
-_begun: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
 def world_of(group: dist.ProcessGroup | None) -> World:
@@ -65,7 +59,7 @@ class Agreement:
         self.has_failed = False
         self._store = self._own_client()
         name = f"{purpose}/{'-'.join(map(str, world.ranks)) if world.size < 9 else hash(world.ranks)}"
-        self._before, self._prefix = self._begin(group, name)
+        self._before, self._prefix = self._begin(name)
 
     def _own_client(self) -> Any:
         """A separate client of the store, so that waiting does not block other threads."""
@@ -82,23 +76,19 @@ class Agreement:
             client.set_timeout(self._timeout)
         return client
 
-    def _begin(self, group: dist.ProcessGroup | None, name: str) -> tuple[str | None, str]:
-        """The prefixes of the previous attempt (None if there is none) and of this one.
+    def _begin(self, name: str) -> tuple[str | None, str]:
+        """The prefixes of the previous attempt (None if there is none) and of this one. The store counts the attempts
+        of each rank, also of one whose process was replaced.
 
         This one is the next attempt that was not abandoned by a rank that timed out, so a rank that missed such an
         attempt meets the others in the next one (see `meet`). A rank that is only late to a failed attempt joins it and
-        learns the reason from `check`. Committed attempts are skipped: an earlier incarnation of this rank took part in
-        them."""
-        if self._world.size == 1:
-            return None, f"fsdp2/checkpoint/{name}/1"
-        key = group if group is not None else dist.group.WORLD
-        assert key is not None, "a world of several ranks has a group"
-        begun = _begun.setdefault(key, Counter())
+        learns the reason from `check`."""
         while True:
-            begun[name] += 1
-            before, prefix = (f"fsdp2/checkpoint/{name}/{number}" for number in (begun[name] - 1, begun[name]))
-            if self._decision(prefix) not in (WAITED, GO):
-                return before if begun[name] > 1 else None, prefix
+            with self._explained():
+                number = self._store.add(f"fsdp2/checkpoint/{name}/begun/{self._world.rank}", 1)
+            before, prefix = (f"fsdp2/checkpoint/{name}/{each}" for each in (number - 1, number))
+            if self._decision(prefix) != WAITED:
+                return before if number > 1 else None, prefix
 
     def meet(self) -> None:
         """After a failed attempt: wait for the other ranks before any value of this rank is copied.
@@ -234,14 +224,16 @@ class Agreement:
         Raises:
             CheckpointError: a rank failed (its error is in the message), or did not report in time.
         """
-        key = self._key("outcome")
-        try:
-            self._store.wait([key], self._timeout)
-        except RuntimeError as error:
-            late = CheckpointError(f"{self._purpose}: {self._absent('rank', 'done their part')}")
-            if self.abandon(late, waited=True):
-                raise late from error
-            self._wait_for_the_last(key)
+        key, is_certain = self._key("outcome"), False
+        while True:
+            try:
+                self._store.wait([key], self._timeout)
+                break
+            except RuntimeError as error:
+                late = CheckpointError(f"{self._purpose}: {self._absent('rank', 'done their part')}")
+                if is_certain or self.abandon(late, waited=True):
+                    raise late from error
+                is_certain = True  # all have: another rank commits, unless it has died while doing so
         outcome = self._get(key)
         self.has_failed = outcome != DONE
         self.forget(f"rank/{self._world.rank}")
@@ -250,21 +242,6 @@ class Agreement:
             kinds = (CorruptError, MismatchError, ReplacedError)
             kind = next((each for each in kinds if each.__name__ == _kind_in(outcome)), CheckpointError)
             raise kind(f"{self._purpose} failed: {outcome}")
-
-    def _wait_for_the_last(self, key: str) -> None:
-        """Wait while another rank commits; it may have died while doing so."""
-        try:
-            self._store.wait([key], self._timeout)
-        except RuntimeError as error:
-            with self._explained():
-                finished = self._store.check([key])
-            if not finished:
-                raise CheckpointError(
-                    f"{self._purpose}: all ranks have done their part, and the last one has begun to make it count, "
-                    f"but has not said within {2 * self._timeout.total_seconds():g} s that it has: it may have died, "
-                    "or its disk hangs. What was saved before is there, under its name or as '.old-...'; the new "
-                    "checkpoint counts if its folder has a manifest"
-                ) from error
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
@@ -299,7 +276,11 @@ class Agreement:
             every = range(self._world.size)
             missing = [rank for rank in every if not self._store.check([self._key(f"{where}/{rank}")])]
         if not missing:
-            return f"all ranks have {what}, but the last one did not finish the work {seconds}"
+            return (
+                f"all ranks have {what}, and the last one has not said {seconds} that it has finished the work: it may "
+                "have died, or its disk hangs. What was saved before is there, under its name or as '.old-...'; the "
+                "new checkpoint counts if its folder has a manifest"
+            )
         arrived = _some([rank for rank in every if rank not in set(missing)])
         return f"ranks {_some(missing)} have not {what} {seconds}; {what}: {arrived or 'none'}"
 

@@ -7,8 +7,6 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from multiprocessing import parent_process
-from multiprocessing.util import Finalize
 
 import torch
 
@@ -74,7 +72,6 @@ class InFlight:
 
     def __init__(self) -> None:
         self._handle: SaveHandle | None = None
-        self._is_child_watched = False
 
     def start(
         self, folder: str, work: Callable[[], None], background: bool, abandon: Callable[[BaseException], object]
@@ -96,10 +93,6 @@ class InFlight:
                 handle.run(work)
 
         self._handle = handle
-        if parent_process() is not None and not self._is_child_watched:
-            # Below zero: after those with which queues flush what was put into them.
-            Finalize(None, self.at_exit_of_child, exitpriority=-10)
-            self._is_child_watched = True
         try:
             # Not a daemon thread: the process waits for it at exit, so the last checkpoint of a run is not lost.
             threading.Thread(target=run, name="fsdp2-save").start()
@@ -130,25 +123,15 @@ class InFlight:
         """Called after the save has ended. A failure that was not reported must not look like success."""
         error = self._handle.unreported if self._handle is not None else None
         if error is not None:
-            if not isinstance(sys.exc_info()[1], SystemExit | None):
-                traceback.print_exc()  # `multiprocessing` would do it after this
             traceback.print_exception(error)
             sys.stderr.flush()
             sys.stdout.flush()
             os._exit(1)
 
-    def at_exit_of_child(self) -> None:
-        """Called at the end of a process of `multiprocessing`, before its threads are joined: forked ones leave without
-        `atexit`."""
-        if self._handle is not None:
-            self._handle._finished.wait()
-        self.at_exit()
-
     def after_fork(self) -> None:
         """In a forked child: the save belongs to the parent, whose thread does not exist here. Waiting for it would
         never end."""
         self._handle = None
-        self._is_child_watched = False
 
 
 in_flight = InFlight()

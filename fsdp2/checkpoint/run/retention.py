@@ -64,32 +64,20 @@ def latest(root: Folder, valid: Valid | None = None) -> str | None:
         if newest is not None:
             fsdp2.checkpoint.load(newest, model=model, optimizer=optimizer)
     """
-    rejected: dict[str, str | None] = {}  # folder -> the id of what is there and not valid: it is asked about once
-    before: dict[str, str | None] | None = None
     while True:
         unread: OSError | None = None
-        folders = _named_after_steps(root)
-        for folder in reversed(folders):
-            now = id_at(*storage_of(folder))
-            if folder in rejected and rejected[folder] == now:
-                continue
+        before = {folder: id_at(*storage_of(folder)) for folder in _named_after_steps(root)}
+        for folder in reversed(before):
             try:
-                if not _is_sound(folder):
-                    continue
+                if _is_sound(folder) and _is_valid(folder, valid):
+                    return folder
             except OSError as error:
                 message = f"{folder}: cannot be read ({error}); latest goes back to the checkpoint before it"
                 warnings.warn(message, stacklevel=2)
                 unread = unread or error
-                continue
-            if _is_valid(folder, valid):
-                return folder
-            rejected[folder] = now
-        # One that is being replaced, or has been since it was looked at, may have been missed: so they are looked at
-        # until all are as they were.
-        found = {folder: id_at(*storage_of(folder)) for folder in folders}
-        if found in (before, {}):
+        # One that was being replaced meanwhile may have been missed.
+        if before == {folder: id_at(*storage_of(folder)) for folder in _named_after_steps(root)}:
             break
-        before = found
     if unread is not None:
         raise unread
     return None

@@ -31,7 +31,6 @@ __all__ = [
     "clean_name",
     "entry_of",
     "model_state",
-    "named_as_in",
     "outside_autograd",
     "ranks_of",
     "unwrapped",
@@ -84,19 +83,6 @@ def unwrapped(model: Any) -> Any:
     while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         model = model.module
     return model
-
-
-def named_as_in(names: Iterable[str], model: Any) -> Any:
-    """The model under the names that are stored. If all of these have DDP's ``module.`` prefix (saved by other
-    libraries), it is the model inside such a module."""
-    model, names = unwrapped(model), list(names)
-    if not isinstance(model, nn.Module) or not names or not all(name.startswith("module.") for name in names):
-        return model
-    if any(name.startswith("module.") for name, _ in tensors_of(model)):
-        return model
-    outer = nn.Module()
-    outer.module = model
-    return outer
 
 
 def clean_name(name: str) -> str:

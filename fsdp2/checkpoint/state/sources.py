@@ -9,13 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import prod
 
 import torch
 
 from fsdp2.checkpoint.io.pieces import StoredTensorInfo
 from fsdp2.errors import ArgumentError, MismatchError
-from fsdp2.placement.box import Box, boxes_of_flat_range, flat_range
+from fsdp2.placement.box import Box
 
 __all__ = ["Source", "Sources", "concatenated", "source_of", "stacked", "stored"]
 
@@ -73,12 +72,6 @@ class Source(ABC):
     def transpose(self, dim0: int, dim1: int) -> "Source":
         """Two dims exchanged, of any number of dims (negative: from the last one)."""
         return _Transposed((self,), (dim0, dim1))
-
-    def reshape(self, *shape: int) -> "Source":
-        """The same elements in row-major order in another shape; one size may be -1, to be inferred. A part of it is
-        read as the boxes that it consists of, so a part that cuts across merged or split dims takes several
-        requests."""
-        return _Reshaped((self,), shape)
 
     def narrow(self, dim: int, start: int, length: int) -> "Source":
         """A part of it along a dim (negative: from the last one): for checkpoints that fuse tensors that the model
@@ -219,36 +212,6 @@ class _Transposed(_Made):
         one, other = self.dims or (0, 1)
         result[one], result[other] = result[other], result[one]
         return tuple(result)
-
-
-@dataclass(frozen=True)
-class _Reshaped(_Made):
-    shape: tuple[int, ...]
-
-    def info(self, tensors: Infos) -> StoredTensorInfo:
-        info = self.parts[0].info(tensors)
-        total, known = prod(info.shape), prod(size for size in self.shape if size != -1)
-        shape = tuple(total // known if size == -1 and known else size for size in self.shape)
-        if min(shape, default=0) < 0 or self.shape.count(-1) > 1 or prod(shape) != total:
-            raise self._unfit(f"reshape{self.shape}", [info])
-        return StoredTensorInfo(info.dtype, shape)
-
-    def wanted(self, target: torch.Tensor, box: Box, tensors: Infos) -> Iterator[Wanted]:
-        there, here = self.parts[0].info(tensors).shape, self.info(tensors).shape
-
-        def found(part: Box) -> tuple[torch.Tensor, Box] | None:
-            """Where a part goes and what it is of the inner source, if it is one box there."""
-            rows = flat_range(part, here)
-            boxes = [] if rows is None else list(boxes_of_flat_range(there, *rows))
-            try:
-                return (target[part.within(box).slices()].view(boxes[0].shape), boxes[0]) if len(boxes) == 1 else None
-            except RuntimeError:  # the strides do not allow it
-                return None
-
-        for part in box.split_until(lambda part: found(part) is not None) if box.numel else ():
-            place = found(part)
-            assert place is not None, part  # a single element is one box, and any view of it is possible
-            yield from self.parts[0].wanted(*place, tensors)
 
 
 @dataclass(frozen=True)
