@@ -15,8 +15,8 @@ from fsdp2.checkpoint.formats.transformers_weights import published_sources
 from fsdp2.checkpoint.io.catalog import Catalog, Part
 from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
-from fsdp2.checkpoint.schema.tree import at_path, decode
-from fsdp2.checkpoint.state.model import State, entry_of, model_state, ranks_of, unwrapped, within
+from fsdp2.checkpoint.schema.tree import decode
+from fsdp2.checkpoint.state.model import State, entry_of, model_state, ranks_of, unwrapped
 from fsdp2.checkpoint.state.optimizer import ALONE, Optimizers, named_optimizers, named_params
 from fsdp2.checkpoint.state.optimizer_target import OptimizerTarget, tables_of
 from fsdp2.checkpoint.state.sources import Source, Sources, source_of
@@ -186,13 +186,8 @@ class Matching:
             self._need(section, source, entry, [twin for twin in twins if self._fits(section, twin, entry)])
         given = {name: self._given(section, name) for name in (*state.entries, *state.aliases)}
         known = {*found, *(one for name, source in given.items() for one in (source.names() if source else [name]))}
-        values = tuple(f"{name}/" for table in self.catalog.values_of(section) for name in table)
-        self.unexpected += [
-            f"{section} '{name}'"
-            for name in (*stored, *other_names)
-            if name not in known and not name.startswith(values)
-        ]
-        apart = computed | self._ask_values(section, state, target)
+        self.unexpected += [f"{section} '{name}'" for name in (*stored, *other_names) if name not in known]
+        apart = computed | self._ask_values(section, state)
         if isinstance(target, nn.Module):
             self._finish.append(lambda: _finish_model(target, filled, apart))
         else:
@@ -228,43 +223,23 @@ class Matching:
         there = [source for source in sources if source.names() <= stored.keys()]
         return there or [next(iter(sources))]
 
-    def _ask_values(self, section: str, state: State, target: Model) -> dict[str, Any]:
+    def _ask_values(self, section: str, state: State) -> dict[str, Any]:
         """Values that are not tensors, by key: `_extra_state` of modules, numbers of a plain dict."""
         stored = {name: value for table in self.catalog.values_of(section) for name, value in table.items()}
-        held = target if isinstance(target, Mapping) else {}
-        absent = [name for name in state.values if name not in stored]
-        self.missing += [f"{section} '{name}'{_why(self.catalog, section, [name])}" for name in absent]
-        known = self.catalog.tensors.get(section, {})
-        self.missing += [f"{section} '{name}'" for name in (state.within if held else ()) if name not in known]
-        self.unexpected += [f"{section} '{name}'" for name in stored if name not in state.values]
+        self.missing += [
+            f"{section} '{name}'{_why(self.catalog, section, [name])}" for name in state.values if name not in stored
+        ]
+        left = {name: f" ({why})" for name, why in self.catalog.left_out.get(section, {}).items()}
         self.unexpected += [
-            f"{section} '{name}' ({why})"
-            for name, why in self.catalog.left_out.get(section, {}).items()
-            if name not in state.keys
+            f"{section} '{name}'{left.get(name, '')}"
+            for name in (*stored, *left)
+            if name not in (state.values if name in stored else state.keys)
         ]
         return {
-            state.keys[name]: decode(value, self._making(section, name, held.get(state.keys[name])), self.catalog.path)
+            state.keys[name]: decode(value, _no_tensor, self.catalog.path)
             for name, value in stored.items()
             if name in state.values
         }
-
-    def _making(self, section: str, value: str, held: Any) -> Callable[[dict[str, Any]], torch.Tensor]:
-        """A function that returns the tensor to fill within a value that is not a tensor: the one that the destination
-        holds there, or a new one."""
-
-        def make(note: dict[str, Any]) -> torch.Tensor:
-            name = within(value, str(note["$tensor"]))
-            info = self.catalog.tensors.get(section, {}).get(name)
-            if info is None:
-                raise CorruptError(f"{self.catalog.path}: '{name}' is needed but missing")
-            there = at_path(held, str(note["$tensor"]))
-            if not isinstance(there, torch.Tensor) or there.is_meta:
-                there = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-            entry = entry_of(name, there, self.world, tuple(range(self.world.size)))
-            self._need(section, from_stored(name), entry)
-            return there
-
-        return make
 
     def _ask_optimizer(self, model: nn.Module | None, name: str, optimizer: torch.optim.Optimizer) -> set[str]:
         """Note what an optimizer needs. Returns the FQNs of its parameters, as they are stored."""
@@ -281,7 +256,7 @@ class Matching:
             self.cast,
         )
         tables = self.catalog.values_of(section)
-        if any(table.keys().isdisjoint(("forms", "states", "groups")) for table in tables):
+        if any(table.keys().isdisjoint(("kinds", "states", "groups")) for table in tables):
             raise MismatchError(
                 f"{self.catalog.path}: the optimizer was saved as a dict, optimizer={{...}}; load it into such a dict"
             )
@@ -337,6 +312,10 @@ class Matching:
             more = f"\n  ... and {len(problems) - 50} more" if len(problems) > 50 else ""
             advice = "" if self.mismatches else "\nstrict=False loads what there is."
             raise MismatchError(f"{self.catalog.path} does not fit:\n  {shown}{more}{advice}")
+
+
+def _no_tensor(note: Mapping[str, Any]) -> None:
+    raise CorruptError(f"a tensor {str(note)[:80]} within a value")
 
 
 def _why(catalog: Catalog, section: str, names: Iterable[str]) -> str:

@@ -216,7 +216,7 @@ class _Job:
                 states["optimizer"] = optimizers_state(module, optimizers, world)
             elif isinstance(optimizer, Mapping):
                 states["optimizer"] = model_state(optimizer, world)
-            entries = {section: {**state.entries, **state.within} for section, state in states.items()}
+            entries = {section: state.entries for section, state in states.items()}
             every = [entry for own in entries.values() for entry in own.values()]
             for entry in every:
                 if entry.local.is_meta:

@@ -275,9 +275,8 @@ def test_a_manifest_cannot_change_an_optimizer_otherwise(tmp_path: Path) -> None
         lambda values: values["groups"][0]["options"].update(params=[]),
         lambda values: values["groups"][0]["options"].update(lr={"$tensor": "lr", "value": 1, "dtype": "save"}),
         lambda values: values["groups"][0].update(options=[1]),
-        lambda values: values["forms"].__setitem__(0, 5),
-        lambda values: values["forms"][0].update(exp_avg={"$tensor": 5}),
-        lambda values: values["forms"][0].update(exp_avg={"$tensor": "step", "as": ["S99999"]}),
+        lambda values: values["states"]["weight"].update(exp_avg={"$tensor": 5}),
+        lambda values: values["states"]["weight"].update(exp_avg={"$tensor": "step", "as": ["S99999"]}),
         lambda values: values["states"].update(weight=-1),
     ]
     for number, attack in enumerate(attacks):
@@ -301,7 +300,7 @@ def test_state_of_a_size_that_no_file_holds(tmp_path: Path) -> None:
     def change(body: dict[str, Any]) -> None:
         table = body["tables"][0]
         table["tensors"]["optimizer"]["exp_avg.weight"][1] = [1 << 40]
-        table["values"]["optimizer"]["forms"][0]["exp_avg"]["as"] = "plain"
+        table["values"]["optimizer"]["states"]["weight"]["exp_avg"]["as"] = "plain"
 
     edit_body(folder, change)
     other, fresh = adam(seed=2, steps=0)

@@ -195,7 +195,7 @@ def test_dcp_of_fsdp1(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False}])
 def test_every_dtype_and_layout(tmp_path: Path, options: dict[str, Any]) -> None:
-    """All dtypes of safetensors, empty and 0-dim tensors, and those that are not contiguous."""
+    """All dtypes of safetensors, empty and 0-dim tensors, and views."""
     torch.manual_seed(0)
     state = {
         name: torch.randint(0, 256, (3, 4, dtype.itemsize), dtype=torch.uint8).view(dtype).squeeze(-1)
@@ -203,8 +203,6 @@ def test_every_dtype_and_layout(tmp_path: Path, options: dict[str, Any]) -> None
         else torch.rand(3, 4) > 0.5
         for name, dtype in DTYPES.items()
     }
-    state["transposed"] = torch.randn(4, 3).t()
-    state["channels last"] = torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last)
     state["view"] = torch.randn(5, 6)[1:4, 2:5]
     state["scalar"], state["empty"], state["one"] = torch.tensor(7), torch.zeros(0, 3), torch.randn(1, 1)
     save_dcp(tmp_path / "dcp", {"model": state}, **options)

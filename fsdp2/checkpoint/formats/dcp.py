@@ -178,19 +178,12 @@ class DcpCatalog(Catalog):
         for own in groups.values():
             for fqn in own.get("param_names") or own.get("params") or ():
                 options.setdefault(str(fqn), {}).update(own)
-        kinds = {canonical(form): form for form in states.values()}
-        numbers = {text: number for number, text in enumerate(kinds)}
         listed: dict[str, dict[str, Any]] = {}
         for fqn in {**options, **states}:
             chosen = {name: form for name, form in options.get(fqn, {}).items() if name not in NO_OPTIONS}
             group = {"optimizer": "", "params": [], "options": chosen}
             listed.setdefault(canonical(chosen), group)["params"].append(fqn)
-        return {
-            "kinds": {"": ""},
-            "forms": [*kinds.values()],
-            "states": {fqn: numbers[canonical(form)] for fqn, form in states.items()},
-            "groups": [*listed.values()],
-        }
+        return {"kinds": {"": ""}, "states": states, "groups": [*listed.values()]}
 
     @property
     def files(self) -> Iterable[str]:

@@ -23,7 +23,6 @@ from fsdp2.errors import CorruptError, FSDPError
 from fsdp2.placement.box import Box, whole
 
 NATIVE = "fsdp2"  # the kind of these catalogs
-TEXT_BLOCK = 1 << 20
 
 __all__ = ["NATIVE", "NativeCatalog", "check_sizes", "file_of", "id_of", "read_header", "read_manifest", "read_small"]
 
@@ -39,28 +38,20 @@ def read_small(storage: Storage, path: str, limit: int) -> bytes:
 
     Raises:
         CheckpointError: it cannot be opened.
-        CorruptError: it is larger than `limit` bytes, or is not text; at most a block of it was read then.
+        CorruptError: it is larger than `limit` bytes; nothing of it was read then.
     """
     reader = storage.open_file(path)
     try:
         if reader.size > limit:
             raise CorruptError(f"{path}: has {reader.size} bytes; such a file has at most {limit}")
-        return _read_text(reader, path, 0, reader.size)
+        return _read_text(reader, 0, reader.size)
     finally:
         reader.close()
 
 
-def _read_text(reader: Reader, path: str, offset: int, count: int) -> bytes:
-    """Read bytes of a file that are JSON, block by block: a file may claim any size and consist of holes. These read as
-    zeros, which JSON never contains."""
-    content = bytearray()
-    while len(content) < count:
-        block = bytearray(min(TEXT_BLOCK, count - len(content)))
-        reader.read_into(offset + len(content), memoryview(block))
-        if b"\0" in block:
-            at = offset + len(content) + block.index(b"\0")
-            raise CorruptError(f"{path}: has a zero at byte {at}, where there should be JSON")
-        content += block
+def _read_text(reader: Reader, offset: int, count: int) -> bytes:
+    content = bytearray(count)
+    reader.read_into(offset, memoryview(content))
     return bytes(content)
 
 
@@ -110,7 +101,7 @@ def read_header(reader: Reader, path: str, expected: tuple[int, str] | None = No
             f"{path}: claims a header of {length} bytes; it was cut off while it was written, or is not a safetensors "
             "file"
         )
-    text = _read_text(reader, path, 8, length)
+    text = _read_text(reader, 8, length)
     crc = f"{zlib.crc32(text, zlib.crc32(start)):08x}"
     if expected is not None and crc != expected[1]:
         raise CorruptError(
@@ -164,7 +155,7 @@ class NativeCatalog(Catalog):
         """The content of a JSON file that the manifest lists."""
         path = self.storage.join(self.path, file)
         size, crc = self.manifest.files.get(file, (0, ""))
-        content = read_small(self.storage, path, size)
+        content = read_small(self.storage, path, min(size, MAX_MANIFEST_BYTES))
         if f"{zlib.crc32(content):08x}" != crc:
             raise CorruptError(
                 f"{path}: has checksum {zlib.crc32(content):08x}, and the manifest lists {crc or 'no such file'}"

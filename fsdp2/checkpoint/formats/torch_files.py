@@ -10,7 +10,6 @@ import struct
 import zipfile
 import zlib
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -29,7 +28,6 @@ __all__ = ["LEGACY", "START", "TensorInFile", "Window", "read_torch_file"]
 EDGE = 4096  # bytes of a request: nearly everything in an archive but the tensors is at its ends
 MAX_READ = 1 << 28  # bytes of anything but tensors: the pickle, the directory of the archive
 MAX_DIRECTORY = 1 << 25  # bytes of the archive's directory: its entries take about ten times the memory
-MAX_PIECES = 1 << 18
 
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # how files of torch before 1.6 begin
 START = b"PK\3\4"
@@ -69,33 +67,23 @@ class TensorInFile:
     offset: int
 
     def pieces(self, start: tuple[int, ...] | None = None) -> list[StoredPiece]:
-        """The whole tensor, as contiguous pieces.
+        """The whole tensor.
 
         Args:
             start: where it begins in the tensor that it is a part of.
 
         Raises:
-            UnsupportedError: its strides would require too many pieces.
+            UnsupportedError: it is not contiguous.
         """
-        base = start or (0,) * len(self.shape)
+        start = start or (0,) * len(self.shape)
         expected = zip(self.shape, self.steps, strides(self.shape), strict=True)
-        if not prod(self.shape) or all(size == 1 or step == other for size, step, other in expected):
-            return [self._piece(Box((0,) * len(self.shape), self.shape), base)]
-        # A transposed tensor: its elements are contiguous along one dim, and each such line is a piece.
-        along = next((dim for dim, step in enumerate(self.steps) if step == 1 and self.shape[dim] > 1), None)
-        lines = tuple(1 if dim == along else size for dim, size in enumerate(self.shape))
-        if prod(lines) > MAX_PIECES:
+        if prod(self.shape) and not all(size == 1 or step == other for size, step, other in expected):
             raise UnsupportedError(
-                f"{self.path}: a tensor of shape {list(self.shape)} is stored with strides {list(self.steps)}, in too "
-                "many parts to be read from the file; load it with torch, make it contiguous, and save it again"
+                f"{self.path}: a tensor of shape {list(self.shape)} is stored with strides {list(self.steps)}; load it "
+                "with torch, make it contiguous, and save it again"
             )
-        line = tuple(size if dim == along else 1 for dim, size in enumerate(self.shape))
-        return [self._piece(Box(start, line), base) for start in product(*(range(size) for size in lines))]
-
-    def _piece(self, box: Box, base: tuple[int, ...]) -> StoredPiece:
-        index = sum(at * step for at, step in zip(box.start, self.steps, strict=True))
-        moved = Box(tuple(a + b for a, b in zip(box.start, base, strict=True)), box.shape)
-        return StoredPiece(self.path, self.offset + index * ITEMSIZES[self.dtype], moved, moved, self.dtype)
+        box = Box(start, self.shape)
+        return [StoredPiece(self.path, self.offset, box, box, self.dtype)]
 
 
 def read_torch_file(reader: Reader, path: str, start: int = 0, length: int | None = None) -> Any:

@@ -283,9 +283,9 @@ def _check_values(tables: Sequence[Mapping[str, Any]]) -> None:
 def _by_name(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a section. Those of an optimizer are listed by parameter, since pipeline stages hold different
     parameters."""
-    if "forms" not in values:
+    if "kinds" not in values:
         return {f"'{name}'": value for name, value in values.items()}
-    states = {f"state of '{fqn}'": values["forms"][index] for fqn, index in values["states"].items()}
+    states = {f"state of '{fqn}'": form for fqn, form in values["states"].items()}
     options = {f"options of '{fqn}'": group["options"] for group in values["groups"] for fqn in group["params"]}
     return {**states, **options}
 

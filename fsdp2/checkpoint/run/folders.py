@@ -162,8 +162,8 @@ def manifest_at(storage: Storage, path: str, files_are_there: bool = True) -> tu
                 check_sizes(storage, found, manifest)
             return found, manifest
         except (CheckpointError, OSError):
-            if id_at(storage, path) in (None, seen):
-                raise
+            if _place(storage, path) == found and id_of(storage, found) == seen:
+                raise  # it was not set aside or replaced meanwhile
     raise ReplacedError(f"{path}: is replaced by one save after another, faster than it can be opened")
 
 

@@ -64,6 +64,7 @@ def latest(root: Folder, valid: Valid | None = None) -> str | None:
         if newest is not None:
             fsdp2.checkpoint.load(newest, model=model, optimizer=optimizer)
     """
+    seen = None
     while True:
         unread: OSError | None = None
         before = {folder: id_at(*storage_of(folder)) for folder in _named_after_steps(root)}
@@ -75,9 +76,10 @@ def latest(root: Folder, valid: Valid | None = None) -> str | None:
                 message = f"{folder}: cannot be read ({error}); latest goes back to the checkpoint before it"
                 warnings.warn(message, stacklevel=2)
                 unread = unread or error
-        # One that was being replaced meanwhile may have been missed.
-        if before == {folder: id_at(*storage_of(folder)) for folder in _named_after_steps(root)}:
+        # One that was being replaced meanwhile may have been missed: all must be as they were, twice.
+        if before == seen == {folder: id_at(*storage_of(folder)) for folder in _named_after_steps(root)}:
             break
+        seen = before
     if unread is not None:
         raise unread
     return None

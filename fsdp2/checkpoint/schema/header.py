@@ -19,9 +19,6 @@ __all__ = ["MAX_DIMS", "MAX_HEADER_BYTES", "Header", "StoredTensor", "encode_hea
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_DIMS = 64  # per tensor: torch has no more, and multiplying very many sizes takes minutes
-# In memory, an empty JSON list takes 27 times the size of its text. What save writes has one container per 20 bytes.
-FREE_CONTAINERS = 1_000_000
-BYTES_A_CONTAINER = 16
 MAX_DEPTH = 100  # of JSON, because code that walks it may recurse
 CONTAINERS = frozenset({dict, list})  # of JSON
 PAGE = 4096
@@ -155,14 +152,8 @@ def parse_json(text: bytes, file: str) -> Any:
     """Parse untrusted JSON.
 
     Raises:
-        CorruptError: it is not JSON, an object has a duplicate key, it is nested too deeply, or it would take much more
-            memory than its length suggests.
+        CorruptError: it is not JSON, an object has a duplicate key, or it is nested too deeply.
     """
-    containers = text.count(b"[") + text.count(b"{")  # an upper bound: those in strings count too
-    if containers > FREE_CONTAINERS + len(text) // BYTES_A_CONTAINER:
-        raise CorruptError(
-            f"{file}: {containers} lists and objects in {len(text)} bytes of JSON, more than is possible"
-        )
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

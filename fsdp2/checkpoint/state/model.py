@@ -16,7 +16,7 @@ from fsdp2._torch import local_tensor
 from fsdp2._torch.shared import storage_key
 from fsdp2.checkpoint.io.memory import is_wrapper
 from fsdp2.checkpoint.ranks.world import Entry, Place, World
-from fsdp2.checkpoint.schema.tree import Leaf, encode
+from fsdp2.checkpoint.schema.tree import encode
 from fsdp2.errors import ArgumentError
 from fsdp2.placement.allocation import tensors_of
 from fsdp2.placement.box import Box
@@ -34,7 +34,6 @@ __all__ = [
     "outside_autograd",
     "ranks_of",
     "unwrapped",
-    "within",
 ]
 
 RESERVED = "__metadata__"  # the key of the metadata in a safetensors header
@@ -48,7 +47,6 @@ class State:
 
     Attributes:
         keys: name -> key in the state dict, which may contain segments of wrappers.
-        within: tensors inside `values`, by the name of the value and their path in it.
         aliases: names of tensors that share the memory of another -> the name under which that is stored.
         values: JSON by name.
         computed: names of tensors that are neither parameters nor buffers: the module created them for its state dict,
@@ -59,7 +57,6 @@ class State:
     aliases: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
-    within: dict[str, Entry] = field(default_factory=dict)
     computed: set[str] = field(default_factory=set)
 
 
@@ -104,7 +101,6 @@ def model_state(model: nn.Module | Mapping[str, Any], world: World) -> State:
     """
     mapping = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     tensors: dict[str, torch.Tensor] = {}
-    tensors_within: dict[str, torch.Tensor] = {}
     state, held = State(), _memory_of(model)
     for key, value in mapping.items():
         name = clean_name(key)
@@ -118,8 +114,8 @@ def model_state(model: nn.Module | Mapping[str, Any], world: World) -> State:
             if not held(value):
                 state.computed.add(name)
         else:
-            state.values[name] = encode(value, _inner(name, state, tensors_within), f"'{name}'")
-    ranks = ranks_of([*tensors.values(), *tensors_within.values()], world)
+            state.values[name] = encode(value, _no_tensor, f"'{name}'")
+    ranks = ranks_of(tensors.values(), world)
     stored: dict[Any, str] = {}
     for name, tensor in tensors.items():
         for entry in _plain_entries(entry_of(name, tensor, world, ranks)):
@@ -131,9 +127,6 @@ def model_state(model: nn.Module | Mapping[str, Any], world: World) -> State:
             else:
                 state.aliases[entry.name] = first
             state.keys.setdefault(entry.name, state.keys[name])
-    for name, tensor in tensors_within.items():
-        check_name(name, state.entries, state.aliases, state.within)
-        state.within[name] = checked(entry_of(name, tensor, world, ranks))
     return state
 
 
@@ -217,20 +210,11 @@ def check_text(text: str, what: str) -> None:
             raise ArgumentError(f"{what}: a name that UTF-8 cannot encode ({error.reason}); rename it") from error
 
 
-def _inner(name: str, state: State, tensors: dict[str, torch.Tensor]) -> Leaf:
-    """A function that registers the tensors inside a value and returns their notes."""
-
-    def leaf(path: str, tensor: torch.Tensor) -> dict[str, Any]:
-        check_name(within(name, path), tensors)
-        tensors[within(name, path)] = tensor
-        return {}
-
-    return leaf
-
-
-def within(name: str, path: str) -> str:
-    """The stored name of a tensor at a path within a value."""
-    return f"{name}/{path}" if path else name
+def _no_tensor(path: str, tensor: torch.Tensor) -> dict[str, Any]:
+    raise ArgumentError(
+        f"model: a value has a tensor inside, at '{path}'; expected tensors by name. Flatten the dict, or save it in "
+        "extra="
+    )
 
 
 def checked(entry: Entry) -> Entry:

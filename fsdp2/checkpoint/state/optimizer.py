@@ -5,8 +5,7 @@ would go to the wrong parameter. A tensor of the state is stored as ``<path>.<fq
 rest is JSON, in which a single optimizer has the name ""::
 
     {"kinds": {"": "AdamW"},
-     "forms": [{"step": {"$tensor": "step", "as": "plain"}, "exp_avg": {"$tensor": "exp_avg", "as": "param"}}],
-     "states": {fqn: number of its form},
+     "states": {fqn: {"step": {"$tensor": "step", "as": "plain"}, "exp_avg": {"$tensor": "exp_avg", "as": "param"}}},
      "groups": [{"optimizer": "", "params": [fqn, ...], "options": {"lr": 0.001, ...}}]}
 
 An optimizer keeps everything in `state` and `param_groups`. One with a `state_dict` or a `load_state_dict` of its own,
@@ -25,7 +24,7 @@ from fsdp2._torch.checkpoint import state_hooks
 from fsdp2._torch.shared import shard_dim, split_factor
 from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.schema.dtypes import name_of
-from fsdp2.checkpoint.schema.tree import canonical, encode
+from fsdp2.checkpoint.schema.tree import encode
 from fsdp2.checkpoint.state.model import (
     State,
     check_name,
@@ -143,10 +142,8 @@ def optimizers_state(model: nn.Module | None, optimizers: Mapping[str, torch.opt
             plain tensor that differs between ranks and whose place in the whole is unknown.
     """
     state = State()
-    forms: dict[str, Any] = {}
-    numbers: dict[str, int] = {}
     owners: dict[str, str] = {}
-    table: dict[str, Any] = {"kinds": {}, "forms": [], "states": {}, "groups": []}
+    table: dict[str, Any] = {"kinds": {}, "states": {}, "groups": []}
     for owner, optimizer in optimizers.items():
         names = named_params(model, optimizer)
         assert model is not None
@@ -158,17 +155,14 @@ def optimizers_state(model: nn.Module | None, optimizers: Mapping[str, torch.opt
                 raise ArgumentError(f"optimizer: '{fqn}' is a parameter of '{owners[fqn]}' and of '{owner}'")
             if param in optimizer.state:
                 leaf = _noting(param, fqn, state, world, ranks)
-                form = encode(dict(optimizer.state[param]), leaf, f"optimizer state of '{fqn}'")
-                text = canonical(form)
-                forms.setdefault(text, form)
-                table["states"][fqn] = numbers.setdefault(text, len(numbers))
+                table["states"][fqn] = encode(dict(optimizer.state[param]), leaf, f"optimizer state of '{fqn}'")
         table["kinds"][owner] = kinds_of(optimizer)[0]
         for group in optimizer.param_groups:
             own = {key: value for key, value in group.items() if key not in NO_OPTIONS}
             encoded = encode(own, _scalar, "optimizer options")
             params = [names[param] for param in group["params"]]
             table["groups"].append({"optimizer": owner, "params": params, "options": encoded})
-    state.values = {**table, "forms": list(forms.values())}
+    state.values = table
     return state
 
 

@@ -47,8 +47,8 @@ def tables_of(name: str, tables: Sequence[Mapping[str, Any]], params: set[str]) 
             groups = [group for group in groups if group["optimizer"] == name]
             kinds = {name: kinds[name]} if name in kinds else {}
         own = {fqn for group in groups for fqn in group["params"]}
-        states = {fqn: index for fqn, index in table["states"].items() if fqn in own or name == ALONE}
-        found.append({"kinds": kinds, "forms": table["forms"], "states": states, "groups": groups})
+        states = {fqn: form for fqn, form in table["states"].items() if fqn in own or name == ALONE}
+        found.append({"kinds": kinds, "states": states, "groups": groups})
     return found
 
 
@@ -113,7 +113,7 @@ class OptimizerTarget:
             ArgumentError: see `check_plain`.
         """
         check_plain(self.optimizer)
-        forms = {fqn: table["forms"][index] for table in tables for fqn, index in table["states"].items()}
+        forms = {fqn: form for table in tables for fqn, form in table["states"].items()}
         saved = [[(group["params"], group["options"]) for group in table["groups"]] for table in tables]
         options = {fqn: chosen for groups in saved for params, chosen in groups for fqn in params}
         known = set(self.names.values())

@@ -99,11 +99,12 @@ def describe(folder: Folder) -> Description:
         if not isinstance(catalog, NativeCatalog):
             return Description(*found)
         manifest = catalog.manifest
-        kinds = {kind: None for table in catalog.values_of("optimizer") for kind in table.get("kinds", {}).values()}
+        named = [table.get("kinds") for table in catalog.values_of("optimizer")]
+        kinds = {str(kind): None for each in named if isinstance(each, dict) for kind in each.values()}
         extra = {key: (sum(len(one["ranks"]) for one in own), len(own)) for key, own in manifest.extra.items()}
         files = {name: size for name, (size, _) in manifest.files.items()}
         about = (manifest.id, manifest.world, manifest.layout, files)
-        return Description(*found, *about, ", ".join(map(str, kinds)), extra)
+        return Description(*found, *about, ", ".join(kinds), extra)
     finally:
         catalog.close()
 
