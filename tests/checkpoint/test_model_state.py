@@ -93,8 +93,6 @@ def test_wrapper_tensors_where_they_cannot_be_stored(tmp_path: Path) -> None:
     optimizer.state[model.weight]["momentum_buffer"] = pair
     with pytest.raises(ArgumentError, match=r"'momentum_buffer\.weight': a TwoTensor"):
         checkpoint.save(tmp_path / "a", model=model, optimizer=optimizer)
-    with pytest.raises(ArgumentError, match=r"'value/inner': .* dense tensors"):
-        checkpoint.save(tmp_path / "c", model={"value": {"inner": torch.eye(3).to_sparse()}})
 
 
 def test_twins_that_differ_leave_a_model_without_memory_as_it_is(tmp_path: Path) -> None:

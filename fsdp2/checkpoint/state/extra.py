@@ -25,7 +25,7 @@ from fsdp2.checkpoint.ranks.agreement import Agreement
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.schema.tree import decode, encode
-from fsdp2.checkpoint.state.model import check_name, check_text
+from fsdp2.checkpoint.state.model import check_name
 from fsdp2.errors import ArgumentError
 from fsdp2.placement.box import whole
 
@@ -165,7 +165,7 @@ def extra_shares(extra: Mapping[str, Any]) -> list[ExtraShare]:
     for key, value in extra.items():
         if not isinstance(key, str):
             raise ArgumentError(f"extra: expected keys that are strings, got {key!r} ({type(key).__name__})")
-        check_text(key, f"extra: the key {key!a}")
+        check_name(key)
         pieces: list[Piece] = []
 
         def leaf(path: str, tensor: torch.Tensor, key: str = key, pieces: list[Piece] = pieces) -> dict[str, Any]:

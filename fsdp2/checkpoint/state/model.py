@@ -26,7 +26,6 @@ from fsdp2.placement.tiling import SPREAD_BYTES, grid_of, replicated
 __all__ = [
     "State",
     "check_name",
-    "check_text",
     "checked",
     "clean_name",
     "entry_of",
@@ -196,18 +195,8 @@ def check_name(name: str, *taken: Container[str]) -> None:
     for names in taken:
         if name in names:
             raise ArgumentError(f"'{name}': two tensors would be stored under this name; rename one of them")
-    check_text(name, f"'{name!a}'")
-    if name == RESERVED:
-        raise ArgumentError(f"'{name}': safetensors reserves this name; rename the tensor")
-
-
-def check_text(text: str, what: str) -> None:
-    """`ArgumentError` if a text contains an unpaired surrogate, which no file can hold."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ArgumentError(f"{what}: a name that UTF-8 cannot encode ({error.reason}); rename it") from error
+    if name == RESERVED or (not name.isascii() and any(0xD800 <= ord(char) < 0xE000 for char in name)):
+        raise ArgumentError(f"{name!a}: safetensors cannot hold this name; rename the tensor")
 
 
 def _no_tensor(path: str, tensor: torch.Tensor) -> dict[str, Any]:

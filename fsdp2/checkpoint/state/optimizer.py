@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
-from fsdp2._torch import local_tensor, spec_of
+from fsdp2._torch import local_tensor
 from fsdp2._torch.checkpoint import state_hooks
 from fsdp2._torch.shared import shard_dim, split_factor
 from fsdp2.checkpoint.ranks.world import Entry, World
@@ -28,7 +28,6 @@ from fsdp2.checkpoint.schema.tree import encode
 from fsdp2.checkpoint.state.model import (
     State,
     check_name,
-    check_text,
     checked,
     clean_name,
     entry_of,
@@ -80,7 +79,6 @@ def named_optimizers(given: Any) -> dict[str, torch.optim.Optimizer]:
                 f"optimizer= expects an optimizer, a list or a dict of such, or a dict of tensors; got {each!r:.80} "
                 f"under the name {name!r}"
             )
-        check_text(name, f"optimizer: the name {name!a}")
     return named
 
 
@@ -168,12 +166,7 @@ def optimizers_state(model: nn.Module | None, optimizers: Mapping[str, torch.opt
 
 def _check_states(states: Mapping[Any, Any], names: Mapping[torch.Tensor, str]) -> None:
     """`ArgumentError` for state that belongs to no parameter."""
-    empty: tuple[Any, ...] = (None, {}, [], ())
-    rest = [
-        key
-        for key, value in states.items()
-        if key not in names and (isinstance(value, torch.Tensor) or not any(value == nothing for nothing in empty))
-    ]
+    rest = [key for key, value in states.items() if key not in names and (not isinstance(value, dict) or value)]
     if rest:
         shown = ", ".join(f"{tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key) for key in rest[:5])
         raise ArgumentError(
@@ -208,9 +201,6 @@ def state_entry(
     parameter's mesh."""
     param = like.outside
     if isinstance(tensor, DTensor):
-        if isinstance(param, DTensor) and _is_cut_alike(tensor, param, world):  # by far the most frequent case
-            local = outside_autograd(local_tensor(tensor))
-            return Entry(name, local, like.tiling, like.box, tensor, like.copy), "param"
         entry = entry_of(name, tensor, world, ranks)
         if tensor.shape == param.shape and entry.tiling == like.tiling:
             return entry, "param"
@@ -227,16 +217,6 @@ def state_entry(
         f"optimizer state '{name}': a plain tensor of shape {tuple(tensor.shape)} beside a sharded parameter of shape "
         f"{tuple(param.shape)}: its place in the whole tensor cannot be determined. Keep it as a DTensor, or as a "
         f"Python number."
-    )
-
-
-def _is_cut_alike(tensor: DTensor, param: DTensor, world: World) -> bool:
-    own, of_param = spec_of(tensor), spec_of(param)
-    return (
-        world.first_equal(own.mesh) is world.first_equal(of_param.mesh)
-        and own.placements == of_param.placements
-        and own.shape == of_param.shape
-        and local_tensor(tensor).shape == local_tensor(param).shape
     )
 
 

@@ -8,8 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -26,8 +24,6 @@ __all__ = ["main"]
 OK, DAMAGED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-# The flags, by the names that the functions behind the command use in their messages.
-FLAGS = {"overwrite=True": "--overwrite", "fsdp2.checkpoint.latest(folder)": "the newest"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,9 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except (FSDPError, OSError) as error:
-        message = f"error: {error}"
-        for name, flag in FLAGS.items():
-            message = message.replace(name, flag)
+        message = f"error: {error}".replace("overwrite=True", "--overwrite")
         sys.stderr.writelines(_clean(message.split("\n")))
         return DAMAGED if isinstance(error, CorruptError) else USAGE
     except KeyboardInterrupt:
@@ -74,14 +68,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Look at, check, convert and thin out checkpoints. A FOLDER may be a URL (s3://...).",
         epilog="Exit codes: 0 all is well, 1 damaged, 2 wrong call or no checkpoint, 130 interrupted.",
     )
-    try:
-        number = version("fsdp2")
-    except PackageNotFoundError:  # a source tree on the path
-        number = "(not installed)"
-    parser.add_argument("--version", action="version", version=f"fsdp2 {number}, torch {torch.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    add = partial(_command, commands)
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        return command
+
     one = add("describe", _describe, "what is in a checkpoint, or which checkpoints are in the folder of a run")
     one.add_argument("folder", metavar="FOLDER")
     one.add_argument("--tensors", metavar="PATTERN", nargs="?", const="*", help='list tensors ("layers.0.*")')
@@ -106,26 +99,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    text: str,
-) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    command.set_defaults(run=run)
-    return command
-
-
-def _members(folder: str) -> list[str]:
-    """The checkpoints of a run; the folder itself if it is one, or has none."""
-    return [folder] if is_checkpoint(*storage_of(folder)) else checkpoints(folder) or [folder]
-
-
 def _each(folder: str, work: Callable[[str], Iterable[str]]) -> int:
-    """Print what `work` says of each checkpoint."""
+    """Print what `work` says of a checkpoint, or of each one of a run."""
     code = OK
-    for one in _members(folder):
+    for one in [folder] if is_checkpoint(*storage_of(folder)) else checkpoints(folder) or [folder]:
         try:
             _write(*work(one))
         except CorruptError as error:
