@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.checkpoint.formats.native import id_of
+from fsdp2.checkpoint.formats.native import id_of, read_manifest
 from fsdp2.checkpoint.io.memory import bytes_of, uncollected, wait_for
 from fsdp2.checkpoint.io.planned_files import (
     Homes,
@@ -36,15 +36,16 @@ from fsdp2.checkpoint.io.planned_files import (
     consolidated_homes,
     joined_sums,
     owned_pieces,
-    rank_file,
+    rank_files,
 )
-from fsdp2.checkpoint.io.writing import write_file
+from fsdp2.checkpoint.io.workers import run_all
+from fsdp2.checkpoint.io.writing import THREADS, write_file
 from fsdp2.checkpoint.ranks.agreement import Agreement, world_of
 from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.run.background import SaveHandle, in_flight, stage
 from fsdp2.checkpoint.run.committing import commit, may_count
-from fsdp2.checkpoint.run.folders import free_name, own_folder, step_name, work_folder
-from fsdp2.checkpoint.run.records import Records, digest_of
+from fsdp2.checkpoint.run.folders import delete, free_name, own_folder, step_name, sweep, work_folder
+from fsdp2.checkpoint.run.records import Records, digest_of, files_id
 from fsdp2.checkpoint.schema.checksum import crc32
 from fsdp2.checkpoint.schema.manifest import MANIFEST, table_of
 from fsdp2.checkpoint.state.extra import ExtraShare, claimed, extra_shares
@@ -112,7 +113,7 @@ def save(
             system on which ranks may write to one file.
         max_file_bytes: how large each of these may be.
         overwrite: replace a checkpoint of that name once the new one is complete. Its folder may hold nothing else.
-        timeout_s: how long to wait for the other ranks.
+        timeout_s: how long to wait for the other ranks while none of them gets on with writing.
 
     Returns:
         A handle with ``wait()``, which returns when the save is complete, and ``folder``.
@@ -275,10 +276,11 @@ class _Job:
         try:
             shares = claimed(shares, agreement)  # here, where nothing waits for it
             storage.make_folder(work)
-            planned = self._files({"id": nonce, "rank": rank, "world": self.world.size}, pieces, shares, homes)
+            files = files_id(storage, work, nonce, agreement)
+            planned = self._files({"id": files, "rank": rank, "world": self.world.size}, pieces, shares, homes)
             with own_folder(storage, work, self.path):
-                written = [write_file(storage, work, file) for file in planned]
-                records.put(rank, self._record(about, written, shares, homes, records))
+                written = self._write(work, planned)
+                records.put(rank, {"files_id": files, **self._record(about, written, shares, homes, records)})
             if agreement.report():
                 commit(storage, work, self.path, nonce, homes, agreement, records, self.world.size)
             agreement.wait()
@@ -287,19 +289,27 @@ class _Job:
             counts = id_of(storage, self.path) == nonce
             is_told = agreement.has_failed  # also what failed after the commit, so that all ranks raise
             if agreement.abandon(error) and not counts:
-                self._discard(work, [*(file.name for file in planned), *records.written])
+                self._discard(work, [file.name for file in planned], records.written)
             if not counts or is_told or not isinstance(error, CheckpointError):
                 raise
 
-    def _discard(self, work: str, names: list[str]) -> None:
-        """Delete the files of a failed save: the disk may be full."""
+    def _write(self, work: str, planned: list[PlannedFile]) -> list[Written]:
+        def write(file: PlannedFile) -> Written:
+            return write_file(self.storage, work, file, self.agreement.moves)
+
+        # A file on a disk is written by several threads; behind a URL each writes a file.
+        return [*map(write, planned)] if self.storage.renames else run_all(write, planned, THREADS, "fsdp2-upload")
+
+    def _discard(self, work: str, files: list[str], records: list[str]) -> None:
+        """Delete the files of a failed save: the disk may be full. Without renames they stay for the next try, unless
+        another save has come first; an existing manifest is that one's."""
         if may_count(self.storage, self.agreement):
             return
-        if self.storage.renames:  # otherwise an existing manifest belongs to another save
-            names.append(MANIFEST)
-        for name in names:
-            with suppress(OSError):
-                self.storage.remove(self.storage.join(work, name))
+        names = [*files, *records, MANIFEST] if self.storage.renames else records
+        delete(self.storage, [self.storage.join(work, name) for name in names])
+        if not self.storage.renames:
+            with suppress(OSError, CheckpointError):
+                delete(self.storage, sweep(self.storage, work, read_manifest(self.storage, work).files))
 
     @uncollected()
     def _files(
@@ -310,10 +320,10 @@ class _Job:
             if homes:
                 planned += consolidated_files(homes[section], own, self.world.rank, self.world.size)
             elif own:
-                planned.append(rank_file(section, own, about, self.storage))
+                planned += rank_files(section, own, about, self.storage)
         if any(share.mine for share in shares):
             tensors = [piece for share in shares if share.mine for piece in share.pieces]
-            planned.append(rank_file("extra", tensors, about, self.storage))
+            planned += rank_files("extra", tensors, about, self.storage)
         return planned
 
     @uncollected()

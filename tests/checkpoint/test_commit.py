@@ -97,15 +97,15 @@ def test_a_manifest_that_may_come_yet_keeps_its_files(monkeypatch: pytest.Monkey
         with pytest.raises(OSError, match="timed out"):
             save("memory://run", 1.0, step=1)
     storage = RemoteStorage("memory://run")
-    assert len(storage.names("memory://run/step-00000001")) == 1
+    assert len(storage.names("memory://run/step-00000001")) == 2  # with the mark that a save has begun
     assert checkpoint.latest("memory://run") is None
     save("memory://run", 2.0, step=1)
     assert len(storage.names("memory://run/step-00000001")) == 2
     assert value_at("memory://run/step-00000001") == 2.0
 
 
-def test_files_go_if_the_manifest_was_never_begun(tmp_path: Path) -> None:
-    """The second of two uploads fails: the first one is of no use to anybody."""
+def test_files_stay_for_the_next_try_if_an_upload_failed(tmp_path: Path) -> None:
+    """They were deleted, and sent again."""
     run = bucket(tmp_path)
 
     def fail(key: str) -> None:
@@ -119,7 +119,13 @@ def test_files_go_if_the_manifest_was_never_begun(tmp_path: Path) -> None:
     optimizer.step()
     with pytest.raises(OSError, match="no room"):
         checkpoint.save(run, model=model, optimizer=optimizer, step=1)
-    assert RemoteStorage(run).names(f"{run}/step-00000001") == []
+    sent = [name for name in RemoteStorage(run).names(f"{run}/step-00000001") if name.startswith("model-rank-")]
+    assert len(sent) == 1
+    Bucket.before_put.clear()
+    Bucket.puts.clear()
+    checkpoint.save(run, model=model, optimizer=optimizer, step=1)
+    assert f"step-00000001/{sent[0]}" not in Bucket.puts
+    assert sent[0] in checkpoint.describe(f"{run}/step-00000001").files
 
 
 def test_a_conversion_whose_answer_was_lost_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

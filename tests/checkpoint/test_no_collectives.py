@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2.checkpoint as checkpoint
-from fsdp2.checkpoint.io.planned_files import owned_pieces, rank_file
+from fsdp2.checkpoint.io.planned_files import owned_pieces, rank_files
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.schema.manifest import table_of
 from fsdp2.checkpoint.state.model import model_state
@@ -163,7 +163,7 @@ def plan(world_size: int, num_tensors: int, num_meshes: int = 1) -> tuple[int, b
             rows = {"model": {name: (entries[name].dtype, tiling) for name, tiling in tilings.items()}}
             table = table_of(rows, {"model": {}}, {"model": {}})
             pieces = list(owned_pieces(entries, tilings, rank))
-            file = rank_file("model", pieces, {"id": "0", "rank": rank, "world": world_size}, LocalStorage())
+            [file] = rank_files("model", pieces, {"id": "0", "rank": rank, "world": world_size}, LocalStorage())
         finally:
             sys.setprofile(None)
     assert len(pieces) == num_tensors

@@ -4,33 +4,30 @@ Everything is verified: the manifest has a checksum; it contains the size and th
 contains the checksums of all blocks. Every file repeats the id of the save, its rank and the places of its tensors.
 """
 
+import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.memory import uncollected
 from fsdp2.checkpoint.io.pieces import StoredPiece, StoredTensorInfo
-from fsdp2.checkpoint.io.planned_files import named_after, rank_file_name
+from fsdp2.checkpoint.io.planned_files import rank_file_name
 from fsdp2.checkpoint.schema.checksum import WIDTH, num_blocks
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
-from fsdp2.checkpoint.schema.header import MAX_HEADER_BYTES, Header, parse_header, parse_json
+from fsdp2.checkpoint.schema.header import MAX_HEADER_BYTES, Header, StoredTensor, parse_header, parse_json
 from fsdp2.checkpoint.schema.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Record
 from fsdp2.checkpoint.storage.base import Reader, Storage
 from fsdp2.errors import CorruptError, FSDPError
 from fsdp2.placement.box import Box, whole
 
 NATIVE = "fsdp2"  # the kind of these catalogs
+PART = re.compile(r"-[0-9a-f]{12}\.safetensors$")  # the end of a `named_by_content`
 
-__all__ = ["NATIVE", "NativeCatalog", "check_sizes", "file_of", "id_of", "read_header", "read_manifest", "read_small"]
-
-
-def file_of(manifest: Manifest, section: str, rank: int) -> str:
-    """The name of a rank's own file."""
-    name = rank_file_name(section, rank, manifest.world)
-    return name if name in manifest.files else named_after(name, manifest.id)
+__all__ = ["NATIVE", "NativeCatalog", "check_sizes", "id_of", "read_header", "read_manifest", "read_small"]
 
 
 def read_small(storage: Storage, path: str, limit: int) -> bytes:
@@ -131,7 +128,7 @@ class NativeCatalog(Catalog):
         super().__init__(storage, path, NATIVE, manifest.step, tensors, manifest.aliases)
         self.manifest, self.extra, self.extra_world = manifest, manifest.extra, manifest.extra_world
         self._files: dict[str, _RankFile] = {}
-        self._own: dict[tuple[str, int], _RankFile] = {}
+        self._own: dict[tuple[str, int], list[_RankFile]] = {}
         self._headers: dict[str, Header] = {}
 
     def read_values(self, section: str) -> Sequence[Mapping[str, Any]]:
@@ -169,7 +166,7 @@ class NativeCatalog(Catalog):
             if self.manifest.layout == "consolidated":
                 yield self._shared_piece(section, name, rank, box, record.dtype)
             else:
-                yield self._own_piece(section, name, rank, box, record)
+                yield from self._own_pieces(section, name, rank, box, record)
 
     def extra_pieces(self, file: str, key: str) -> list[StoredPiece]:
         """The tensors of a value of the extra state, which one rank wrote completely."""
@@ -184,20 +181,31 @@ class NativeCatalog(Catalog):
         box = whole(held.header.tensors[name].shape)
         return self._piece_of(held, name, box)
 
-    def _own_piece(self, section: str, name: str, rank: int, box: Box, record: Record) -> StoredPiece:
-        dtype, shape = record.dtype, record.shape
+    @cached_property
+    def _names(self) -> dict[str, list[str]]:
+        """The names of the files of each rank and section, by the name of a single one."""
+        names: dict[str, list[str]] = {}
+        for file in self.manifest.files:
+            names.setdefault(PART.sub(".safetensors", file), []).append(file)
+        return names
+
+    def _own_pieces(self, section: str, name: str, rank: int, box: Box, record: Record) -> Iterator[StoredPiece]:
         if (section, rank) not in self._own:
-            self._own[section, rank] = self._rank_file(file_of(self.manifest, section, rank), rank)
-        held = self._own[section, rank]
-        stored = held.header.tensors.get(name)
-        is_it = stored is not None and (stored.dtype, stored.shape) == (dtype, box.shape)
-        if stored is None or not is_it or held.shards.get(name) != [list(shape), list(box.start)]:
-            what = "none of it" if stored is None else f"{list(stored.shape)} of [whole, start] {held.shards.get(name)}"
-            raise CorruptError(
-                f"{held.path}: should hold rows {list(box.start)}..{list(box.end)} of '{name}' {list(shape)}, "
-                f"and holds {what}"
-            )
-        return self._piece_of(held, name, box)
+            single = rank_file_name(section, rank, self.manifest.world)
+            files = self._names.get(single, [single])
+            self._own[section, rank] = [self._rank_file(file, rank) for file in files]
+        every = self._own[section, rank]
+        found = [held for held in every if name in held.header.tensors]
+        for held in found or every[:1]:
+            stored, shard = held.header.tensors.get(name), held.shards.get(name)
+            part = _box_of(stored, shard, record)
+            if stored is None or part is None or (part != box and part.intersect(box) != part):
+                what = "none of it" if stored is None else f"{list(stored.shape)} of [whole, start] {shard}"
+                raise CorruptError(
+                    f"{held.path}: should hold rows {list(box.start)}..{list(box.end)} of '{name}' "
+                    f"{list(record.shape)}, and holds {what}"
+                )
+            yield self._piece_of(held, name, part)
 
     def _piece_of(self, held: _RankFile, name: str, box: Box) -> StoredPiece:
         stored = held.header.tensors[name]
@@ -228,13 +236,22 @@ class NativeCatalog(Catalog):
             fields = [about.get(key) for key in ("shards", "sums")] if isinstance(about, dict) else [None]
             if not all(isinstance(each, dict) for each in fields):
                 raise CorruptError(f"{path}: was not written by this program")
-            if about.get("id") != self.manifest.id or (rank is not None and about.get("rank") != rank):
+            if about.get("id") != self.manifest.files_id or (rank is not None and about.get("rank") != rank):
                 raise CorruptError(
                     f"{path}: is of save {str(about.get('id'))[:40]!r}, rank {str(about.get('rank'))[:8]}; the "
-                    f"manifest is of save {self.manifest.id!r}. Files of two saves are mixed here."
+                    f"manifest is of save {self.manifest.files_id!r}. Files of two saves are mixed here."
                 )
             self._files[file] = _RankFile(path, header, about["shards"], about["sums"])
         return self._files[file]
+
+
+def _box_of(stored: StoredTensor | None, shard: object, record: Record) -> Box | None:
+    """Which part of a tensor is stored under its name in a rank's file; None if the file is wrong about it."""
+    if stored is None or stored.dtype != record.dtype or not isinstance(shard, list) or len(shard) != 2:
+        return None
+    shape, start = shard
+    known = shape == list(record.shape) and isinstance(start, list) and len(start) == len(stored.shape)
+    return Box(tuple(start), stored.shape) if known and all(type(first) is int for first in start) else None
 
 
 def _checked_sums(sums: object, nbytes: int, path: str, name: str) -> str:

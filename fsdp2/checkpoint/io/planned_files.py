@@ -5,10 +5,11 @@ A `Piece` is a part of a stored tensor that this rank holds. In a rank's own fil
 tensor (its container). In a consolidated file the container is the whole tensor, and other ranks write the rest.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -25,6 +26,7 @@ from fsdp2.placement.box import Box, whole
 from fsdp2.placement.tiling import Tiling
 
 __all__ = [
+    "PART_BYTES",
     "Homes",
     "Piece",
     "PlannedFile",
@@ -33,11 +35,15 @@ __all__ = [
     "consolidated_files",
     "consolidated_homes",
     "joined_sums",
-    "named_after",
+    "named_by_content",
     "owned_pieces",
-    "rank_file",
     "rank_file_name",
+    "rank_files",
 ]
+
+# Where folders cannot be renamed, what a rank writes is cut into files of about this size. Each is one request (s3fs
+# sends more than 50 MiB in several), which is repeated alone if it fails, and not sent again after a restart.
+PART_BYTES = 48 << 20
 
 # Consolidated files: section -> file -> [(name, dtype, shape)] of the tensors in it.
 Homes = dict[str, dict[str, list[tuple[str, str, tuple[int, ...]]]]]
@@ -77,6 +83,24 @@ class Piece:
         """Its size in bytes."""
         return self.box.numel * ITEMSIZES[self.dtype]
 
+    def cut(self, nbytes: int) -> "Iterator[Piece]":
+        """The piece in parts of at most so many bytes, or of one row."""
+        dim = next((dim for dim, size in enumerate(self.box.shape) if size > 1), None)
+        if dim is None or self.nbytes <= nbytes:
+            yield self
+            return
+        start, shape = self.box.start, self.box.shape
+        row = self.nbytes // shape[dim]
+        step = max(1, nbytes // row)
+        for first in range(0, shape[dim], step):
+            count = min(step, shape[dim] - first)
+            box = Box((*start[:dim], start[dim] + first, *start[dim + 1 :]), (*shape[:dim], count, *shape[dim + 1 :]))
+            source = partial(self._blocks_after, first * row) if self.source is not None else None
+            yield replace(self, box=box, values=self.values.narrow(dim, first, count), source=source)
+
+    def _blocks_after(self, skipped: int, first: int, last: int) -> Iterator[tuple[memoryview, bool]]:
+        return self.blocks(skipped + first, skipped + last)
+
 
 @dataclass(frozen=True)
 class Written:
@@ -104,6 +128,7 @@ class PlannedFile:
         header: returns the first bytes of the file, given the checksums of all pieces; None if another rank writes
             them.
         shared: other ranks write to it too.
+        by_content: it is called `named_by_content`, so what has its name and its size is this file.
     """
 
     name: str
@@ -112,6 +137,7 @@ class PlannedFile:
     header: Callable[[Sums], bytes] | None
     shared: bool = False
     header_bytes: int = field(default=0)
+    by_content: bool = False
 
 
 def owned_pieces(entries: Mapping[str, Entry], tilings: Mapping[str, Tiling], rank: int) -> Iterator[Piece]:
@@ -133,20 +159,37 @@ def rank_file_name(section: str, rank: int, world: int) -> str:
     return f"{section}-rank-{rank:05d}-of-{world:05d}.safetensors"
 
 
-def named_after(file: str, save_id: str) -> str:
-    """The name of a rank's own file if a save writes to the final folder directly. The id keeps late saves apart."""
-    return f"{file.removesuffix('.safetensors')}-{save_id}.safetensors"
+def named_by_content(file: str, header: bytes) -> str:
+    """The name of a rank's own file if a save writes to the final folder directly: other values have other names."""
+    return f"{file.removesuffix('.safetensors')}-{hashlib.sha256(header).hexdigest()[:12]}.safetensors"
 
 
-def rank_file(section: str, pieces: Sequence[Piece], about: Mapping[str, Any], storage: Storage) -> PlannedFile:
-    """The file with everything that one rank writes of a section.
+def rank_files(section: str, pieces: Sequence[Piece], about: Mapping[str, Any], storage: Storage) -> list[PlannedFile]:
+    """The files with everything that one rank writes of a section: one, or, of tensors without renames, several.
 
     Args:
-        about: id, rank and world, which the file repeats to distinguish it from files of other saves.
-        storage: without renames the name of the file is unique to this save.
+        about: id, rank and world, which the files repeat to distinguish them from files of other saves.
     """
     # Large items first, so that every tensor is aligned. Small tensors are then adjacent and can be read at once.
     ordered = sorted(pieces, key=lambda piece: (-ITEMSIZES[piece.dtype], piece.nbytes, piece.name))
+    lots = [ordered] if storage.renames or section == "extra" else _lots(ordered, PART_BYTES)
+    return [_rank_file(section, lot, about, not storage.renames) for lot in lots]
+
+
+def _lots(pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:
+    """Pieces, or parts of them, for files of at most `limit` bytes. A file has one part of a tensor."""
+    lot: list[Piece] = []
+    for piece in pieces:
+        for part in piece.cut(limit):
+            if lot and (lot[-1].name == part.name or sum(one.nbytes for one in lot) + part.nbytes > limit):
+                yield lot
+                lot = []
+            lot.append(part)
+    if lot:
+        yield lot
+
+
+def _rank_file(section: str, ordered: Sequence[Piece], about: Mapping[str, Any], by_content: bool) -> PlannedFile:
     shards = {piece.name: [list(piece.shape), list(piece.box.start)] for piece in ordered}
 
     own = json.dumps({**about, "shards": shards}, separators=(",", ":")).removesuffix("}")
@@ -163,8 +206,7 @@ def rank_file(section: str, pieces: Sequence[Piece], about: Mapping[str, Any], s
     for piece in ordered:
         placed.append((end, piece.box, piece))
         end += piece.nbytes
-    name = name if storage.renames else named_after(name, about["id"])
-    return PlannedFile(name, end, placed, header, False, header_bytes)
+    return PlannedFile(name, end, placed, header, False, header_bytes, by_content)
 
 
 def consolidated_homes(

@@ -1,66 +1,81 @@
 """Write planned files: bytes, their checksums, then the header. Layer: checkpoint.
 
 The header is written last, so a file that was cut off before begins with zeros and is not a valid safetensors file. A
-storage without renames needs the checksums first, so there the values are read twice.
+storage without renames needs the checksums first, so there the values are read twice, and what is there already is not
+written again.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from fsdp2.checkpoint.io.pieces import runs_within
-from fsdp2.checkpoint.io.planned_files import Piece, PlannedFile, Sums, Written
+from fsdp2.checkpoint.io.planned_files import Piece, PlannedFile, Sums, Written, named_by_content
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.schema.checksum import BLOCK, checksum
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
-from fsdp2.checkpoint.storage.base import Storage, Writer
-from fsdp2.checkpoint.storage.local import LocalStorage
+from fsdp2.checkpoint.storage.base import Storage
+from fsdp2.checkpoint.storage.local import LocalStorage, LocalWriter
+from fsdp2.checkpoint.storage.remote import RemoteStorage
 from fsdp2.placement.box import Box
 
-__all__ = ["write_file"]
+__all__ = ["THREADS", "write_file"]
 
 THREADS = 4
 BATCH = 8 * BLOCK  # bytes that a thread checksums and writes at a time
 
 
-def write_file(storage: Storage, folder: str, file: PlannedFile) -> Written:
-    """Write this rank's part of a file, with several threads; return when it is durable.
+def write_file(storage: Storage, folder: str, file: PlannedFile, moves: Callable[[], None] = lambda: None) -> Written:
+    """Write this rank's part of a file; return when it is durable.
+
+    Args:
+        moves: is called each time that something has been written, from several threads.
 
     Raises:
         OSError: the disk is full, or not writable. The file is closed, not removed.
     """
-    path = storage.join(folder, file.name)
+    if isinstance(storage, LocalStorage):
+        return _write(storage, storage.join(folder, file.name), file, moves)
+    return _upload(storage, folder, file, moves)
+
+
+def _write(storage: LocalStorage, path: str, file: PlannedFile, moves: Callable[[], None]) -> Written:
     sums: Sums = {}
     header = None
-    if isinstance(storage, LocalStorage):
-        writer: Writer = storage.write_file(path, file.size, file.shared)
-    else:  # the header first, for which the values are read once more
-        for _, _, piece in file.pieces:
-            sums[piece.name] = [checksum(view) for view, _ in piece.blocks(0, piece.nbytes)]
-        assert file.header is not None and not file.shared
-        header = file.header(sums)
-        writer = storage.write_file(path, file.size)
+    writer = storage.write_file(path, file.size, file.shared)
     try:
-        if header is not None:
+        write = partial(_write_batch, writer, moves)
+        for of_lot in run_all(write, _batches(file), THREADS, "fsdp2-write"):
+            for name, blocks in of_lot.items():
+                sums.setdefault(name, []).extend(blocks)
+        if file.header is not None:
+            header = file.header(sums)
+            assert len(header) == file.header_bytes
             writer.write(0, [memoryview(header)])
-            at = len(header)
-            for _, _, piece in file.pieces:
-                for view, _ in piece.blocks(0, piece.nbytes):
-                    writer.write(at, [view])
-                    at += view.nbytes
-        else:
-            for of_lot in run_all(partial(_write_batch, writer), _batches(file), THREADS, "fsdp2-write"):
-                for name, blocks in of_lot.items():
-                    sums.setdefault(name, []).extend(blocks)
-            if file.header is not None:
-                header = file.header(sums)
-                assert len(header) == file.header_bytes
-                writer.write(0, [memoryview(header)])
         writer.finish()
     except BaseException:
         writer.abandon()
         raise
     return Written(file.name, file.size, None if header is None else f"{zlib.crc32(header):08x}", sums)
+
+
+def _upload(storage: RemoteStorage, folder: str, file: PlannedFile, moves: Callable[[], None]) -> Written:
+    """Write a file from its first byte to its last, for which its values are read once more."""
+    assert file.header is not None and not file.shared
+    sums = {piece.name: [checksum(view) for view, _ in piece.blocks(0, piece.nbytes)] for _, _, piece in file.pieces}
+    header = file.header(sums)
+
+    def content() -> Iterator[memoryview]:
+        yield memoryview(header)
+        for _, _, piece in file.pieces:
+            yield from (view for view, _ in piece.blocks(0, piece.nbytes))
+
+    name = named_by_content(file.name, header) if file.by_content else file.name
+    path = storage.join(folder, name)
+    if not file.by_content or storage.size(path) != file.size:
+        storage.upload(path, file.size, content)
+    moves()
+    return Written(name, file.size, f"{zlib.crc32(header):08x}", sums)
 
 
 # (offset of the container in the file, container, piece, first byte and end of a range of the piece).
@@ -87,7 +102,7 @@ def _batches(file: PlannedFile) -> Iterator[list[Part]]:
         yield lot
 
 
-def _write_batch(writer: Writer, lot: Sequence[Part]) -> Sums:
+def _write_batch(writer: LocalWriter, moves: Callable[[], None], lot: Sequence[Part]) -> Sums:
     """Checksum and write a batch. Adjacent views of plain memory become one write."""
     sums: Sums = {}
     run: list[memoryview] = []
@@ -108,6 +123,7 @@ def _write_batch(writer: Writer, lot: Sequence[Part]) -> Sums:
                 writer.write(begin, run)
                 run, begin = [], end
     writer.write(begin, run)
+    moves()
     return sums
 
 

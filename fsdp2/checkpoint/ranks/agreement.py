@@ -5,6 +5,7 @@ it is done and continues. The last rank to report finishes the work for all; oth
 error of one rank is the outcome on all ranks. Works from any thread (the store's client is a clone).
 """
 
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -45,7 +46,7 @@ class Agreement:
 
     Args:
         purpose: what the ranks do, for keys and messages ("save step-00000100").
-        timeout_s: how long a rank waits for the others.
+        timeout_s: how long a rank waits for the others while nothing moves.
 
     Attributes:
         has_failed: this rank has published an error, or got one as the outcome.
@@ -57,6 +58,7 @@ class Agreement:
         self._world = world
         self._timeout = timedelta(seconds=timeout_s)
         self.has_failed = False
+        self._told = time.monotonic()
         self._store = self._own_client()
         name = f"{purpose}/{'-'.join(map(str, world.ranks)) if world.size < 9 else hash(world.ranks)}"
         self._before, self._prefix = self._begin(name)
@@ -227,7 +229,7 @@ class Agreement:
         key, is_certain = self._key("outcome"), False
         while True:
             try:
-                self._store.wait([key], self._timeout)
+                self._wait_while_moving(key)
                 break
             except RuntimeError as error:
                 late = CheckpointError(f"{self._purpose}: {self._absent('rank', 'done their part')}")
@@ -242,6 +244,28 @@ class Agreement:
             kinds = (CorruptError, MismatchError, ReplacedError)
             kind = next((each for each in kinds if each.__name__ == _kind_in(outcome)), CheckpointError)
             raise kind(f"{self._purpose} failed: {outcome}")
+
+    def moves(self) -> None:
+        """Tell those who wait that this rank gets on, so that a slow destination is not taken for a dead rank."""
+        if time.monotonic() - self._told > self._timeout.total_seconds() / 4:
+            self._told = time.monotonic()
+            with self._explained():
+                self._store.set(self._key("moves"), f"{self._world.rank} {self._told}")
+
+    def _wait_while_moving(self, key: str) -> None:
+        """Wait for a key as long as any rank gets on."""
+        while True:
+            seen = self._last_move()
+            try:
+                self._store.wait([key], self._timeout)
+                return
+            except RuntimeError:
+                if self._last_move() == seen:
+                    raise
+
+    def _last_move(self) -> str | None:
+        with self._explained():
+            return self._get(self._key("moves")) if self._store.check([self._key("moves")]) else None
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"

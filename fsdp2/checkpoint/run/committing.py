@@ -64,7 +64,8 @@ def commit(
     _check_tables(stored, [record["content"] for record in records])
     common = {key: options[key] for key in ("step", "world")}
     sums = [record["sums"] for record in records] if homes else []
-    body = body_of(save_id, files, stored, homes, extra=_extra(records), sums=sums, **common)
+    files_id = records[0]["files_id"] if records[0]["files_id"] != save_id else ""
+    body = body_of(save_id, files, stored, homes, extra=_extra(records), sums=sums, files_id=files_id, **common)
     content = encoded(body, storage.join(path, MANIFEST))
     agreement.decide()
     try:
@@ -76,7 +77,7 @@ def commit(
     gone = sweep(storage, path, files)  # before other ranks continue and may write to this name
     agreement.finish()
     claims = [f"extra/{key}/{share[0]}" for record in records for key, share in record["shares"].items()]
-    agreement.forget("nonce", "count", *claims)
+    agreement.forget("nonce", "count", "files", "mark", "moves", *claims)
     delete(storage, gone)
 
 

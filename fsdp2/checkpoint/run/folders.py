@@ -26,6 +26,7 @@ from errno import EEXIST, ENOTDIR, ENOTEMPTY
 from math import inf
 
 from fsdp2.checkpoint.formats.native import check_sizes, id_of, read_manifest
+from fsdp2.checkpoint.run.records import is_mark
 from fsdp2.checkpoint.schema.manifest import MANIFEST, Manifest
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import ArgumentError, CheckpointError, ReplacedError
@@ -211,7 +212,8 @@ def discard(storage: Storage, path: str) -> None:
     """Delete a checkpoint, or the rest of one. Where it cannot be renamed first, its manifest is deleted first, so that
     a partly deleted folder is not a checkpoint."""
     if not storage.renames:
-        storage.remove(storage.join(path, MANIFEST))
+        for name in (*filter(is_mark, storage.names(path)), MANIFEST):  # so that no save goes on with these files
+            storage.remove(storage.join(path, name))
         storage.remove(path)
     elif (aside := put_aside(storage, path)) is not None:
         storage.remove(aside)
@@ -328,14 +330,12 @@ def sweep(storage: Storage, path: str, files: Collection[str]) -> list[str]:
     continued.
 
     Args:
-        files: the names of the checkpoint's files; empty if the save failed.
+        files: the names of the checkpoint's files.
     """
     folder, name = storage.split(path)
     gone: list[str] = []
     with suppress(OSError):
         if not storage.renames:  # files of dead saves, in a folder to which saves write directly
-            if not files and is_complete(storage, path):
-                return []  # the manifest was written and only the answer was lost: the files must stay
             return [
                 storage.join(path, each) for each in storage.names(path) if OURS.fullmatch(each) and each not in files
             ]

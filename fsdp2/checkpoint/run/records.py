@@ -5,6 +5,7 @@ They are not synced, since only a running save reads them, and deleted before th
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -14,9 +15,29 @@ from fsdp2.checkpoint.ranks.agreement import Agreement
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CheckpointError
 
-__all__ = ["Records", "digest_of"]
+__all__ = ["Records", "digest_of", "files_id", "is_mark"]
 
 THREADS = 4
+
+# In a folder that is not a checkpoint yet: a save has begun to write files with this id there.
+MARK = re.compile(r"record-files-([0-9a-f]{12})\.json")
+
+
+def files_id(storage: Storage, folder: str, nonce: str, agreement: Agreement) -> str:
+    """The id of this save's files. Without renames it is that of a save that died there, if there is one: then what it
+    has written is not written again, if it has the same content, and so the same name."""
+    if storage.renames:
+        return nonce
+    ids = [found[1] for name in storage.names(folder) if (found := MARK.fullmatch(name))]
+    chosen = agreement.claim("files", ids[0] if ids else nonce)
+    if agreement.is_first("mark"):
+        storage.write_note(storage.join(folder, f"record-files-{chosen}.json"), b"{}")
+    return chosen
+
+
+def is_mark(name: str) -> bool:
+    """Whether a file says that a save has begun, see `files_id`."""
+    return MARK.fullmatch(name) is not None
 
 
 def digest_of(content: object) -> str:

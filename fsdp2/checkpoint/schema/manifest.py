@@ -5,6 +5,7 @@
 =============  ====================================================================================================
 format         "fsdp2/2"; a reader refuses formats that it does not know
 id             of this save; every file has it, so files of two saves cannot be mixed
+files_id       the id that the files have, if not `id`: behind a URL a save goes on with the files of a dead one
 step, world    as given to `save`; the number of ranks
 layout         "ranks" (each rank has its own files) or "consolidated" (whole tensors, as in Hugging Face's layout)
 checksum       "crc32", of the blocks
@@ -92,6 +93,7 @@ class Manifest:
     extra: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     extra_world: int = 0
     sums: Sequence[Mapping[str, Mapping[str, str]]] = ()
+    files_id: str = ""
 
     @staticmethod
     def encode(body: Mapping[str, Any]) -> bytes:
@@ -176,8 +178,9 @@ class Manifest:
         sums = body.get("sums", [])
         if not all(isinstance(of_file, dict) for of_rank in sums for of_file in of_rank.values()):
             raise CorruptError(f"{file}: the checksums are malformed")
+        files_id = str(body.get("files_id", body["id"]))
         fixed = (str(body["id"]), step, world, body["layout"], body["checksum"])
-        return cls(*fixed, files, records, aliases, values, homes, body["extra"], extra_world, sums)
+        return cls(*fixed, files, records, aliases, values, homes, body["extra"], extra_world, sums, files_id)
 
 
 def table_of(
@@ -219,7 +222,7 @@ def body_of(
 
     Args:
         homes: consolidated: section -> file -> (name, dtype, shape) of its tensors; else empty.
-        rest: the other parts; `sums` are left out if they are empty.
+        rest: the other parts; `sums` and `files_id` are left out if they are empty.
     """
     return {
         "format": FORMAT,
@@ -232,7 +235,7 @@ def body_of(
             section: {name: file for file, rows in placed.items() for name, _, _ in rows}
             for section, placed in homes.items()
         },
-        **{key: value for key, value in rest.items() if value or key != "sums"},
+        **{key: value for key, value in rest.items() if value or key not in ("sums", "files_id")},
     }
 
 

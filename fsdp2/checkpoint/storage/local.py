@@ -13,7 +13,7 @@ from pathlib import Path
 from fsdp2.disk.direct import PAGE, DirectFile, open_direct
 from fsdp2.errors import CheckpointError, CorruptError
 
-__all__ = ["LocalStorage"]
+__all__ = ["LocalReader", "LocalStorage", "LocalWriter"]
 
 # Follow no links and wait for no FIFO: a checkpoint is only read and written within its folder.
 SAFE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -11,12 +11,13 @@ storages:
 
 import posixpath
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from errno import EEXIST
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, FSDPError, UnsupportedError
 
@@ -27,6 +28,15 @@ __all__ = ["RemoteReader", "RemoteStorage", "RemoteWriter"]
 OBJECT_STORES = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a"})
 
 REQUEST_BYTES = 16 << 20  # per read: large enough for throughput, small enough to be held beside its destination
+
+# A request that fails is sent again, after so many seconds and then twice as many each time. Some clients do that too,
+# for some errors.
+WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+
+# Errors of requests that were answered.
+ANSWERS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
+
+Result = TypeVar("Result")
 
 # The keys under which file systems report the time of the last change; some only know the creation time.
 TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
@@ -89,8 +99,7 @@ class RemoteStorage:
     def make_folder(self, folder: str) -> None:
         """See `LocalStorage`."""
         if not self._whole_files:
-            with _errors(folder):
-                self._fs.makedirs(self._bare(folder), exist_ok=True)
+            self._call(folder, lambda: self._fs.makedirs(self._bare(folder), exist_ok=True))
 
     def names(self, folder: str) -> list[str]:
         """See `LocalStorage`."""
@@ -125,24 +134,39 @@ class RemoteStorage:
             handle = self._fs.open(self._bare(path), "wb")
         return RemoteWriter(path, size, handle)
 
+    def upload(self, path: str, size: int, content: Callable[[], Iterable[memoryview]]) -> None:
+        """Write a file of `size` bytes, from the first to the last; if a request fails, from the first again.
+
+        Args:
+            content: begins to give the bytes, at each call.
+        """
+
+        def upload() -> None:
+            writer, at = self.write_file(path, size), 0
+            try:
+                for view in content():
+                    writer.write(at, [view])
+                    at += view.nbytes
+                writer.finish()
+            except BaseException:
+                writer.abandon()
+                if not self._whole_files:
+                    self.remove(path)
+                raise
+
+        _again(upload)
+
     def write_all(self, path: str, content: bytes, new: bool = False) -> None:
         """See `LocalStorage`."""
-        if self._whole_files and new and self._created(path, content):
+        if self._whole_files and new and _again(lambda: self._created(path, content)):
             return
         if new and self.kind(path) is not None:
             raise FileExistsError(EEXIST, f"{path}: is there already")
         if self._whole_files:
-            with _errors(path):
-                self._fs.pipe_file(self._bare(path), content)
+            self._call(path, lambda: self._fs.pipe_file(self._bare(path), content))
             return
         part = path + ".part"
-        writer = self.write_file(part, len(content))
-        try:
-            writer.write(0, [memoryview(content)])
-            writer.finish()
-        except BaseException:
-            writer.abandon()
-            raise
+        self.upload(part, len(content), lambda: [memoryview(content)])
         with _errors(path):
             self._fs.mv(self._bare(part), self._bare(path))
 
@@ -182,32 +206,36 @@ class RemoteStorage:
 
     def remove(self, path: str) -> None:
         """See `LocalStorage`."""
-        with suppress(FileNotFoundError, NotADirectoryError), _errors(path):
-            self._fs.invalidate_cache()
-            self._fs.rm(self._bare(path), recursive=True)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            self._call(path, lambda: self._fs.rm(self._bare(path), recursive=True))
 
     def _list(self, folder: str) -> list[Mapping[str, Any]]:
         """What is in a folder now, as fsspec describes it."""
         bare = self._bare(folder)
-        with _errors(folder):
-            # Other processes write here too, so a cached listing may be out of date.
-            self._fs.invalidate_cache()
-            try:
-                entries = self._fs.ls(bare, detail=True)
-            except (FileNotFoundError, NotADirectoryError):
-                return []
+        try:
+            entries = self._call(folder, lambda: self._fs.ls(bare, detail=True))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
         # The listing of a file contains the file itself, and some object stores have an empty object for the folder.
         return [entry for entry in entries if _name_of(entry) != bare.rstrip("/")]
 
     def _look(self, path: str) -> Mapping[str, Any] | None:
         """A file or folder as fsspec describes it; None if it is not there."""
-        with _errors(path):
-            self._fs.invalidate_cache()
-            try:
-                entry: Mapping[str, Any] = self._fs.info(self._bare(path))
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+        try:
+            entry: Mapping[str, Any] = self._call(path, lambda: self._fs.info(self._bare(path)))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
         return entry
+
+    def _call(self, path: str, request: Callable[[], Result]) -> Result:
+        """The result of a request, which may be sent several times."""
+
+        def call() -> Result:
+            with _errors(path):
+                self._fs.invalidate_cache()  # other processes write here too, so a cached listing may be out of date
+                return request()
+
+        return _again(call)
 
     def _bare(self, path: str) -> str:
         """A path without the protocol, as the file system itself knows it."""
@@ -281,17 +309,33 @@ class RemoteReader:
             raise self._too_short(self.size, end)
         for start in range(offset, end, REQUEST_BYTES):
             stop = min(start + REQUEST_BYTES, end)
-            with _errors(self._path):
-                data = self._fs.cat_file(self._bare, start=start, end=stop)
+            data = _again(partial(self._read, start, stop))
             if len(data) != stop - start:
                 raise self._too_short(start + len(data), end)
             buffer[start - offset : stop - offset] = data
+
+    def _read(self, start: int, stop: int) -> bytes:
+        with _errors(self._path):
+            data: bytes = self._fs.cat_file(self._bare, start=start, end=stop)
+        return data
 
     def close(self) -> None:
         """See `LocalReader`; nothing is open."""
 
     def _too_short(self, at: int, end: int) -> CorruptError:
         return CorruptError(f"{self._path}: ends at byte {at}, {end - at} bytes too early")
+
+
+def _again(request: Callable[[], Result]) -> Result:
+    """The result of a request. If it fails without an answer it is sent again, a few times."""
+    for wait_s in WAITS_S:
+        try:
+            return request()
+        except ANSWERS:
+            raise
+        except OSError:
+            time.sleep(wait_s)
+    return request()
 
 
 @contextmanager

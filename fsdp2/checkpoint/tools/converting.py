@@ -27,7 +27,7 @@ from fsdp2.checkpoint.io.planned_files import (
     consolidated_files,
     consolidated_homes,
     joined_sums,
-    rank_file,
+    rank_files,
 )
 from fsdp2.checkpoint.io.reading import BUFFER_BYTES, Request, read_all
 from fsdp2.checkpoint.io.writing import write_file
@@ -126,11 +126,11 @@ def convert(
 
 def _own_files(storage: Storage, path: str, names: list[str], nonce: str) -> list[str]:
     """Files of a failed conversion, in a folder that others may write to. None if the conversion was committed and only
-    the answer to that request was lost. Files without its id are excluded if the folder is another checkpoint."""
+    the answer to that request was lost. Consolidated files are excluded if the folder is another checkpoint."""
     with suppress(OSError):
         if id_of(storage, path) != nonce:
             taken = is_complete(storage, path)
-            return [storage.join(path, name) for name in names if nonce in name or not taken]
+            return [storage.join(path, name) for name in names if "-rank-" in name or not taken]
     return []
 
 
@@ -195,10 +195,10 @@ class _Rewriting:
             limit = self.options.max_file_bytes
             homes = {section: consolidated_homes(section, rows, limit) for section, rows in self._rows.items()}
         indexes = index_files(homes)
-        extra, extra_files = self._extra()
-        files = [*self._files(homes), *extra_files]
+        extra_files = self._extra_files()
+        files = [*extra_files.values(), *self._files(homes)]
         # Without renames the folder may have a user's files, and consolidated files have no names of their own.
-        names = {*indexes, *(file.name for file in files)}
+        names = {*indexes, *(file.name for file in files if not file.by_content)}
         if not self.storage.renames and (taken := sorted(names.intersection(self.storage.names(work)))):
             raise CheckpointError(
                 f"{work}: has {', '.join(taken[:3])}{', ...' if len(taken) > 3 else ''}, which the conversion "
@@ -206,8 +206,10 @@ class _Rewriting:
             )
         written: list[Written] = []
         for file in files:
-            self.names.append(file.name)
+            self.names += [] if file.by_content else [file.name]
             written.append(write_file(self.storage, work, file))
+            self.names += [written[-1].name] if file.by_content else []
+        extra = dict(zip(extra_files, (file.name for file in written), strict=False))
         for name, index in indexes.items():
             self.names.append(name)
             self.storage.write_all(self.storage.join(work, name), index)
@@ -257,31 +259,28 @@ class _Rewriting:
                     shared = consolidated_files(homes[section], pieces, rank, world)
                     planned += [replace(file, shared=False) for file in shared]  # no other process writes to them
                 elif pieces:
-                    planned.append(self._rank_file(section, pieces, rank, world))
+                    planned += self._rank_files(section, pieces, rank, world)
         return planned
 
-    def _rank_file(self, section: str, pieces: list[Piece], rank: int, world: int) -> PlannedFile:
-        return rank_file(section, pieces, {"id": self.id, "rank": rank, "world": world}, self.storage)
+    def _rank_files(self, section: str, pieces: list[Piece], rank: int, world: int) -> list[PlannedFile]:
+        about = {"id": self.id, "rank": rank, "world": world}
+        return rank_files(section, pieces, about, self.storage)
 
-    def _extra(self) -> tuple[dict[str, Any], list[PlannedFile]]:
-        """The extra state and its files, unchanged."""
+    def _extra_files(self) -> dict[str, PlannedFile]:
+        """The files of the extra state, by their old names."""
         if not isinstance(self.catalog, NativeCatalog) or self.options.model_only:
-            return {}, []
+            return {}
         manifest = self.catalog.manifest
         names = dict.fromkeys(str(share["file"]) for shares in manifest.extra.values() for share in shares)
-        files = {}
+        files: dict[str, PlannedFile] = {}
         for number, file in enumerate(names):
             pieces = []
             for name in self.catalog.header_of(file).tensors:
                 stored = self.catalog.extra_piece(file, name)
                 fill = partial(self._fill_from, stored, f"extra '{name}'")
                 pieces.append(self._piece(name, stored.dtype, stored.box, stored.box.shape, fill))
-            files[file] = self._rank_file("extra", pieces, number, manifest.extra_world)
-        extra = {
-            key: [{**share, "file": files[share["file"]].name} for share in shares]
-            for key, shares in manifest.extra.items()
-        }
-        return extra, list(files.values())
+            files[file] = self._rank_files("extra", pieces, number, manifest.extra_world)[0]
+        return files
 
     def _fill(self, section: str, name: str, out: torch.Tensor, box: Box) -> None:
         part = Part(section, name, box, out, f"{section} '{name}'")
@@ -295,8 +294,12 @@ class _Rewriting:
         empty = torch.empty(box.shape, dtype=DTYPES[dtype], device="meta")
         return Piece(name, dtype, box, empty, shape, partial(_stored_blocks, fill, box, dtype))
 
-    def _body(self, written: Sequence[Written], homes: Homes, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """The body of the manifest."""
+    def _body(self, written: Sequence[Written], homes: Homes, names: Mapping[str, str]) -> dict[str, Any]:
+        """The body of the manifest.
+
+        Args:
+            names: of the files of the extra state, by their old ones.
+        """
         tilings = {
             section: {name: (dtype, self._tiling(shape)) for name, (dtype, shape) in rows.items()}
             for section, rows in self._rows.items()
@@ -310,6 +313,10 @@ class _Rewriting:
             values = {section: rows[number] for section, rows in kept.items() if number < len(rows)}
             tables.append({**table_of({}, {}, values), "ranks": ranks})
         manifest = self.catalog.manifest if isinstance(self.catalog, NativeCatalog) else None
+        extra = {
+            key: [{**share, "file": names[share["file"]]} for share in shares]
+            for key, shares in (manifest.extra if manifest and names else {}).items()
+        }
         return body_of(
             self.id,
             {file.name: [file.size, file.header_crc] for file in written},
