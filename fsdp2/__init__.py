@@ -27,9 +27,11 @@ from fsdp2.errors import (
     StepError,
     UnsupportedError,
 )
+from fsdp2.extras import all_reduce_hook as _all_reduce_hook  # noqa: F401  # adds a setter
 from fsdp2.extras import comm_memory as _comm_memory  # noqa: F401  # adds two setters
 from fsdp2.extras import copying as _copying  # noqa: F401
 from fsdp2.extras import gather_hooks as _gather_hooks  # noqa: F401
+from fsdp2.extras import gradients as _gradients  # noqa: F401  # unused parameters, `register_hook`
 from fsdp2.extras import in_place as _in_place  # noqa: F401
 from fsdp2.extras import int8 as _int8  # noqa: F401  # adds an `all_gather_dtype`
 from fsdp2.extras import kept as _kept  # noqa: F401

@@ -137,8 +137,8 @@ class UnitSettings:
         gradient_divide_factor: divide the sum of gradients by this instead of the number of ranks.
         force_sum: use SUM and divide afterwards, never the backend's AVG.
         max_input_buffers: reductions that may be in flight before compute waits for the oldest.
-        all_reduce_hook: called with the flat reduced gradients before the parameters get them, and their mesh; and the
-            stream to call it on.
+        all_reduce_hook: called with the flat reduced gradients before the parameters get them, their mesh, and the
+            `Streams`.
         zero: the `ZeroPolicy`; says what waits for the last backward of a step.
         when_reduced: called with the managed parameters of a reduction when they have their gradients, in the last
             backward of a step.
@@ -156,7 +156,7 @@ class UnitSettings:
     gradient_divide_factor: float | None = None
     force_sum: bool = False
     max_input_buffers: int = 1
-    all_reduce_hook: tuple[Callable[[torch.Tensor, DeviceMesh], None], torch.Stream | None] | None = None
+    all_reduce_hook: Callable[[torch.Tensor, DeviceMesh, Any], None] | None = None
     zero: Any = None
     when_reduced: tuple[Callable[[Sequence[Any]], None], ...] = ()
     features: Mapping[str, Any] = field(default_factory=dict)

@@ -97,15 +97,7 @@ class Settings:
 
         Raises `ArgumentError` for a `stream` with a replicate axis.
         """
-        groups = groups_of(self)
-        if stream is not None and any(group.roles.replicate_group is not None for group in groups):
-            raise ArgumentError(
-                "set_all_reduce_hook: stream= is for a mesh without a replicate axis; here the hook runs on the stream "
-                "of the all-reduce. Pass stream=None."
-            )
-        has_meshes = len({group.roles.mesh for group in groups}) > 1
-        with_mesh = hook if hook is None or has_meshes else lambda flat, _mesh: hook(flat)
-        change_settings(self, False, all_reduce_hook=None if with_mesh is None else (with_mesh, stream))
+        by_feature("set_all_reduce_hook", self, hook, stream)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Use a custom all-gather for this unit; see `AllGather`. Every rank must set the same.

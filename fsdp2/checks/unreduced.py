@@ -125,8 +125,9 @@ class Unreduced:
         """The units that have unreduced gradients of parameters with these ids, and the call that left them."""
         found = {unit.fqn: cause for unit, cause in self._left_by.items() if _has_unreduced(unit, ids)}
         late = "a handle that was not waited for" if is_waited_for(step) else "set_is_last_backward(False)"
-        for fqn in step.reductions.fqns_of(ids):
-            found.setdefault(fqn, late)
+        for each in step.reductions:
+            if any(param.is_among(ids) for param in each.params):
+                found.setdefault(each.fqn, late)
         return list(found.items())
 
     def _warn(self, message: str) -> None:
@@ -138,7 +139,7 @@ class Unreduced:
 
 def _has_arrived(unit: Unit) -> bool:
     """Whether the running backward has given some parameter a gradient."""
-    return any(group.gradients.some_arrived for group in unit.groups)
+    return any(group.gradients.were_taken or group.gradients.arrived for group in unit.groups)
 
 
 def _what_leaves(unit: Unit, is_manual: bool) -> str:

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 from fsdp2._torch import backward_is_running
 from fsdp2.errors import OrderError
 from fsdp2.runtime import hooks
-from fsdp2.runtime.in_flight import InFlight
+from fsdp2.runtime.reduction import InFlight
 from fsdp2.runtime.step import Step
 from fsdp2.runtime.unit import Unit, unit_for
 

@@ -54,6 +54,7 @@ def _separate_reduce_scatters(module: nn.Module, enable: bool, recurse: bool) ->
         for group in each.groups:
             shared = group.roles.shard_group
             group.channel.scatter_group = separate_group(shared) if enable and shared is not None else shared
+            group.channel_changed()
 
 
 hooks.setters["set_separate_reduce_scatter_group"] = _separate_reduce_scatters

@@ -76,8 +76,8 @@ def _note_lost(step: Step) -> None:
     alone."""
     for unit in [unit for unit in step.units if not unit.settings.reshard_after_backward]:
         if unit.settings.reshard_after_forward and not unit.state.settings.requires_gradient_sync:
-            ran = unit.state.stage in (Stage.BACKWARD, Stage.DONE) and bool(unit.groups)
-            if ran and all(group.gradients.none_arrived for group in unit.groups):
+            ran, of = unit.state.stage in (Stage.BACKWARD, Stage.DONE), [group.gradients for group in unit.groups]
+            if ran and of and all(any(each.trainable) and not each.arrived for each in of):
                 _lost.add(unit)
 
 

@@ -5,12 +5,24 @@ from weakref import WeakKeyDictionary
 
 from fsdp2.module import FSDPModule
 from fsdp2.runtime import hooks
-from fsdp2.runtime.in_flight import InFlight
+from fsdp2.runtime.reduction import InFlight
 from fsdp2.runtime.step import Step
 from fsdp2.runtime.unit import Unit
 from fsdp2.settings import unit_in
 
 _shared: WeakKeyDictionary[Unit, InFlight] = WeakKeyDictionary()  # by root
+
+
+class _Shared(InFlight):
+    """The largest limit of its users applies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limits: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+
+    def limit(self, user: object, max_reductions: int) -> None:
+        self._limits[user] = max_reductions
+        super().limit(user, max(self._limits.values()))
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
@@ -19,7 +31,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     Communication streams belong to the device and are always shared. Raises `ArgumentError` for what is not a sharded
     module."""
     units = [unit_in("share_comm_ctx", module) for module in modules]
-    shared = InFlight()
+    shared = _Shared()
     for unit in units:
         _shared[unit] = shared
         if unit.step is not None and unit.step.root() is unit:

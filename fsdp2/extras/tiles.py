@@ -44,8 +44,8 @@ from fsdp2.runtime.forward import attach
 from fsdp2.runtime.geometry import Geometry
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.parameter import ManagedParameter, Plan
-from fsdp2.runtime.reduction import Reduction
-from fsdp2.runtime.sink import HostSink, Sink, distributed
+from fsdp2.runtime.reduction import Reduction, ReductionPlan
+from fsdp2.runtime.sink import Sink, distributed
 from fsdp2.runtime.slot import Slot
 from fsdp2.runtime.state_dict import guard_state_dict, owner_of, owners_of
 from fsdp2.runtime.unit import Unit, unit_for, unit_of
@@ -296,8 +296,8 @@ class _TileSink(Sink):
         return complete
 
 
-class _HostTileSink(_TileSink, HostSink):
-    """The same for gradients that live on the host."""
+class _TilePlan(ReductionPlan):
+    sink_type = _TileSink
 
 
 def _rows_for(tile: _TileParameter, local: torch.Tensor) -> torch.Tensor:
@@ -445,8 +445,7 @@ def make_tiles(unit: Unit) -> None:
         for group, of_tile in zip(groups, tile_unit.groups, strict=True):
             of_tile.follow_settings(group)
             of_tile.changing = group.changing
-            plan = of_tile.params[0].plan
-            of_tile.gradients.make_sink = _TileSink if plan.grad_home == plan.roles.device else _HostTileSink
+            of_tile.gradients.make_plan = _TilePlan
             group.tiles.append(of_tile)
         unit.followers.append(tile_unit)
         module.__class__ = swapped_class(kind)

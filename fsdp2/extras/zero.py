@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2._torch import real_tensors
 from fsdp2.errors import ArgumentError
+from fsdp2.extras import shard_replicas as _shard_replicas  # noqa: F401  # implements that
 from fsdp2.mesh import MeshRoles, default_mesh
 from fsdp2.policies import UnitSettings, boolean
 from fsdp2.runtime import hooks

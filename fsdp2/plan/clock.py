@@ -10,11 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from fsdp2.runtime.streams import Streams
+from fsdp2.runtime.streams import Streams, at_once
 from fsdp2.trace.timeline import Span
 
 __all__ = ["Clock"]
@@ -52,6 +53,7 @@ class Clock(Streams):
 
     def __init__(self, lazy: bool):
         self.lazy = lazy
+        self.later: Any = partial if lazy else at_once
         self.origin = 0.0
         self.spans: list[Span] = []
         self.exposed = 0.0

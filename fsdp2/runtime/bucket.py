@@ -220,6 +220,7 @@ class Bucket:
         self.smaller = other.smaller
         self.set_keep(other.keep)
         self.channel.like(other.channel)
+        self.gradients.make_plan = other.gradients.make_plan
 
     # --- between steps -----------------------------------------------------------------------------------------------
 
@@ -250,6 +251,7 @@ class Bucket:
                 self.refresh()
             else:
                 self.seen.warn_of_assigned_data()
+                self.gradients.forget_plans()
                 self.seen = Seen(self.params)
 
     @property

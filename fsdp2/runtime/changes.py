@@ -4,8 +4,8 @@
 place of unsharded ones, which have version counters of their own, that a gather does not touch.
 """
 
-from collections.abc import Iterator, Sequence
-from operator import is_
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter, is_
 from typing import Any
 from warnings import warn
 
@@ -20,6 +20,8 @@ from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import SlotTable
+
+_grad_dtype: Callable[[torch.Tensor], torch.dtype | None] = attrgetter("grad_dtype")
 
 
 class Seen:
@@ -49,11 +51,11 @@ class Seen:
         self.versions = self.now()
 
     def look(self) -> list[Any]:
-        """What is `known` while nothing is moved, converted or assigned: the storages, the local tensors, and the
-        addresses (`share_memory_` changes them)."""
+        """What is `known` while nothing is moved, converted or assigned: the storages, the local tensors, the dtypes of
+        gradients, and the addresses (`share_memory_` changes them)."""
         addresses = map(torch.Tensor.data_ptr, self._plain)
         local_tensors = map(id, map(local_of, self.sharded))
-        return [*map(storage_id, self.sharded), *local_tensors, *addresses]
+        return [*map(storage_id, self.sharded), *local_tensors, *map(_grad_dtype, self.sharded), *addresses]
 
     def now(self) -> list[int]:
         """The versions of now."""

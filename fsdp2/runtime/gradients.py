@@ -18,7 +18,6 @@ the last, so gradients from a backward nested in the unit's own wait for the end
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress, count
 from operator import attrgetter, is_not
 from typing import Any
 from weakref import ref
@@ -29,20 +28,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch import grad_of, hooks_of, local_tensor, running_backward
-from fsdp2.errors import ArgumentError, UnsupportedError
+from fsdp2.errors import UnsupportedError
 from fsdp2.policies import UnitSettings
+from fsdp2.runtime import hooks
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.parameter import ManagedParameter, sharded_of
-from fsdp2.runtime.reduction import MakeSink, Partials, Reduction, ReductionPlan
-from fsdp2.runtime.sink import Params, sink_of
+from fsdp2.runtime.reduction import Partials, Reduction, ReductionPlan
+from fsdp2.runtime.sink import Params
 from fsdp2.runtime.streams import Streams
 
 MAX_PLANS = 64
 _is_there: Callable[[object], bool] = partial(is_not, None)
 _NONE = torch.empty(0)  # in place of unsharded parameters that do not exist; has no gradient
 needs_grad: Callable[[torch.Tensor | None], bool] = attrgetter("requires_grad")
-_grad_dtype: Callable[[torch.Tensor], torch.dtype | None] = attrgetter("grad_dtype")
-_Key = tuple[tuple[bool, ...], tuple[bool, ...], tuple[torch.dtype | None, ...]]
 
 
 class Gradients:
@@ -53,11 +51,11 @@ class Gradients:
         on_unannounced: called for each gradient that arrives without `begin_backward`.
 
     Attributes:
-        make_sink: makes the sink of a reduction.
+        make_plan: makes the plan of a reduction.
         unsharded: the unsharded parameters; none before the first unshard.
         trainable: `requires_grad` of both forms when they were last compared; empty before the first unshard.
         partials: with HSDP, reduce-scattered gradients that wait for their all-reduce.
-        were_taken: gradients of this backward were taken for a reduction.
+        were_taken: gradients were taken in this backward.
     """
 
     def __init__(
@@ -67,17 +65,16 @@ class Gradients:
         self._channel = channel
         self._on_ready = on_ready
         self._on_unannounced = on_unannounced
-        self.make_sink: MakeSink = sink_of
+        self.make_plan: type[ReductionPlan] = ReductionPlan
         self.unsharded: list[nn.Parameter] = []
         self.trainable: list[bool] = []
         self.partials: Partials = {}
         self.were_taken = False
         self._missing: set[int] = set()  # trainable parameters that got no gradient since the last were taken
-        self._backward: int | None = None
-        self._had_grads = False  # the last backward left gradients
-        self._hooks: dict[int, RemovableHandle] = {}
-        # By which gradients and which partial ones there are, and the sharded parameters' `grad_dtype`.
-        self._plans: dict[_Key, list[ReductionPlan]] = {}
+        self._wait = False  # gradients of earlier backwards wait in the unsharded parameters
+        self._backward: int | None = None  # the one that runs and has reached the unit
+        self._hooks: dict[int, RemovableHandle] = {}  # of the trainable parameters
+        self._plans: dict[tuple[bytes, bytes], list[ReductionPlan]] = {}  # by which gradients and partial ones exist
 
     # --- who is trained ----------------------------------------------------------------------------------------------
 
@@ -85,14 +82,15 @@ class Gradients:
         """Copy the sharded parameters' `requires_grad` to the unsharded ones, once these exist."""
         wanted = list(map(needs_grad, map(sharded_of, self._params)))
         if wanted != self.trainable:
+            self.forget_unsharded()
+            self.trainable = wanted
             self.unsharded = [param.unsharded for param in self._params if param.unsharded is not None]
-            for unsharded, trainable in zip(self.unsharded, wanted, strict=True):
+            for index, (unsharded, trainable) in enumerate(zip(self.unsharded, wanted, strict=True)):
                 if unsharded.requires_grad != trainable:
                     unsharded.requires_grad = trainable  # `requires_grad_` refuses within transforms of torch.func
-            self.trainable = wanted
-            self._missing = set(compress(count(), wanted))
-            for index in self._missing - self._hooks.keys():
-                self._hook(index)
+                if trainable:
+                    self._hook(index)
+            self._missing = set(self._hooks)
 
     def follow_unsharded(self) -> None:
         """If the user froze or unfroze an unsharded parameter, or the sharded one meanwhile, do it to the other."""
@@ -111,26 +109,19 @@ class Gradients:
         """The unsharded parameters will be created again, unless they match by the next unshard."""
         for handle in self._hooks.values():
             handle.remove()
-        self._hooks.clear()
-        self.trainable, self.unsharded = [], []
-        self._missing.clear()
+        self._hooks, self.trainable, self.unsharded, self._missing = {}, [], [], set()
         self.forget_plans()
 
     def forget_plans(self) -> None:
-        """Drop the plans, because parameters, dtypes or the channel may have changed."""
+        """Drop the plans, because parameters, dtypes, names or the channel may have changed."""
         self._plans.clear()
 
     # --- what has arrived --------------------------------------------------------------------------------------------
 
     @property
-    def none_arrived(self) -> bool:
-        """Whether there are trainable parameters, none of which has received a gradient since the last were taken."""
-        return bool(self._missing) and len(self._missing) == sum(self.trainable)
-
-    @property
-    def some_arrived(self) -> bool:
-        """Whether some parameter has received a gradient in this backward."""
-        return self.were_taken or len(self._missing) < sum(self.trainable)
+    def arrived(self) -> bool:
+        """Whether some parameter has got a gradient in this backward, since gradients were last taken."""
+        return len(self._missing) < len(self._hooks)
 
     def begin_backward(self) -> None:
         """The unit's backward begins, in the current backward pass."""
@@ -139,14 +130,12 @@ class Gradients:
 
     def end_backward(self) -> None:
         """The whole backward is over."""
-        self._had_grads = not self.were_taken and any(map(_is_there, map(grad_of, self.unsharded)))
-        if self._had_grads:
-            for param, unsharded in zip(self._params, self.unsharded, strict=bool(self.unsharded)):
+        self._wait = not self.were_taken and any(map(_is_there, map(grad_of, self.unsharded)))
+        if self._wait:
+            for param, unsharded in zip(self._params, self.unsharded, strict=True):
                 if param.sharded.grad_dtype is None and unsharded.grad is not None:
                     unsharded.grad = unsharded.grad.to(param.reduce_dtype)  # others will be added to it
-        self._backward = None
-        self.were_taken = False
-        self._missing = set(compress(count(), self.trainable))
+        self._backward, self.were_taken, self._missing = None, False, set(self._hooks)
 
     def _hook(self, index: int) -> None:
         weak_self = ref(self)  # the parameter holds the hook, and self holds the parameter
@@ -188,44 +177,42 @@ class Gradients:
         parameters have no gradients afterwards. None before the end of backward, if all gradients are of earlier
         microbatches: the unit ran several times, and gets the sum over its uses in the backward of the first one.
 
-        Args:
-            at_end: backward is over. Only then are zeros used for trainable parameters without a gradient (if the
-                settings require it), and partials without new gradients reduced: earlier, more gradients could still
-                arrive.
+        `at_end`: no more gradients will arrive. Only then are those that are missing filled with zeros, if the settings
+        ask for that, and partials without new gradients reduced.
         """
-        fill = at_end and bool(settings.reduce_unused)
+        fills = at_end and bool(settings.reduce_unused)
         forms: Sequence[torch.Tensor] = self.unsharded or [
             _NONE if param.unsharded is None else param.unsharded for param in self._params
         ]
         grads = list(map(grad_of, forms))
-        if not (fill or (at_end and self.partials) or any(map(_is_there, grads))):
+        if not (fills or (at_end and self.partials) or any(map(_is_there, grads))):
             return []
-        if not at_end and self._had_grads and self.none_arrived:
+        if not at_end and self._wait and not self.arrived:
             return []
-        self._missing = set(compress(count(), self.trainable))
+        self._missing = set(self._hooks)
         for each in forms:
             each.grad = None
-        if fill:
-            _fill(self._params, grads, settings.reduce_unused)
-        partials, has_partial = self.partials, tuple[bool, ...]()
+        if fills:
+            fill = hooks.implementation(hooks.gradients, "unused", "set_reduce_scatter_unused_params")
+            fill(self._params, grads, settings.reduce_unused)
+        partials, has_partial = self.partials, b""
         if settings.requires_all_reduce and partials:
-            self.partials, has_partial = {}, tuple(map(partials.__contains__, self._params))
-        key = tuple(map(_is_there, grads)), has_partial, tuple(map(_grad_dtype, map(sharded_of, self._params)))
-        plans = self._plans.get(key)
+            self.partials, has_partial = {}, bytes(map(partials.__contains__, self._params))
+        has_grad = bytes(map(_is_there, grads))
+        plans = self._plans.get((has_grad, has_partial))
         if plans is None:
-            plans = self._plan(key, grads)
+            plans = self._plan(grads, has_grad, has_partial)
         self.were_taken = self.were_taken or bool(plans)
         reductions = []
         for plan in plans:
-            taken: Any = list(map(grads.__getitem__, plan.indices[: plan.num_grads]))
-            if not plan.is_plain or any(map(needs_grad, taken)):
+            taken: Any = list(map(grads.__getitem__, plan.sources))
+            if not plan.is_plain:
                 taken = list(map(_local, plan.params, taken))
             reductions.append(Reduction(taken, partials, plan, settings, streams))
         return reductions
 
-    def _plan(self, key: _Key, grads: Sequence[torch.Tensor | None]) -> list[ReductionPlan]:
+    def _plan(self, grads: Sequence[torch.Tensor | None], has_grad: bytes, has_partial: bytes) -> list[ReductionPlan]:
         """One plan for each dtype of the parameters, in their order, which is the same on every rank."""
-        has_grad, has_partial, _ = key
         if len(self._plans) >= MAX_PLANS:  # other parameters get gradients in each step
             self._plans.clear()
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -237,28 +224,10 @@ class Gradients:
                 )
             if grad is not None or (has_partial and has_partial[index]):
                 by_dtype.setdefault(param.dtype, []).append(index)
-        plans = self._plans[key] = [
-            ReductionPlan(self._params, members, has_grad, self._channel, self.make_sink)
-            for members in by_dtype.values()
+        plans = self._plans[has_grad, has_partial] = [
+            self.make_plan(self._params, members, has_grad, self._channel) for members in by_dtype.values()
         ]
         return plans
-
-
-def _fill(params: Params, grads: list[torch.Tensor | None], which: bool | frozenset[int]) -> None:
-    """Put zeros where a trainable parameter has no gradient."""
-    for index in range(len(params)) if isinstance(which, bool) else sorted(which):
-        param = params[index]
-        if not param.sharded.requires_grad:
-            continue
-        if param.sharded.grad_dtype is None and param.plan.policy.reduce_dtype is None:
-            raise ArgumentError(
-                f"'{param.fqn}': a gradient that some ranks do not have is reduced as zeros there (as "
-                "set_reduce_scatter_unused_params(True) asks for), so all must know its dtype; its grad_dtype is "
-                "None. Set that, or the policy's reduce_dtype."
-            )
-        if grads[index] is None:
-            zeros = torch.zeros(param.layout.shape, dtype=param.reduce_dtype, device=param.roles.device)
-            grads[index] = param.geometry.from_memory(zeros)
 
 
 def _local(param: ManagedParameter, grad: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,10 @@ keep_values: list[Callable[[Any], Any]] = []
 gather_dtypes: dict[Any, Callable[[Any, Any], bool]] = {}
 # Called with an FQN and a local tensor: the object whose hooks change its all-gather, or None.
 gather_hooks: list[Callable[[str, Any], Any]] = []
+# What few gradients need. "unused": called with the parameters of a group, their gradients, and which of those that are
+# missing to fill with zeros. "register_hook": with a sharded parameter that has such hooks, its reduced gradient, and
+# the spec of that; returns what they make of it, a local tensor.
+gradients: dict[str, Callable[..., Any]] = {}
 # By the `reduce_scatter_dtype` of `MixedPrecisionPolicy`: puts another `Comm` around that of the backend.
 scatter_dtypes: dict[Any, Callable[[Any], Any]] = {}
 

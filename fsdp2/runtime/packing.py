@@ -48,19 +48,17 @@ class Packing:
         self.layouts = layouts
         self.num_tensors = len(layouts)
         self.segment = sum(layout.padded_numel for layout in layouts)
-        self._are_rows = all(layout.dim == 0 for layout in layouts)
-        self._has_empty = not all(layout.numel for layout in layouts)
+        self._are_rows = all(layout.dim == 0 and layout.numel for layout in layouts)
 
-    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The buffer, in the dtype of `tensors`."""
+    def pack(self, tensors: list[torch.Tensor], buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """The buffer (None: a new one), in the dtype of `tensors`."""
         size, like = self.layouts[0].parts, tensors[0]
-        if self._are_rows:
+        if buffer is None:
             buffer = torch.empty(size, self.segment, dtype=like.dtype, device=like.device)
-            filled = [tensor for tensor in tensors if tensor.numel()] if self._has_empty else tensors
-            if filled:
-                chunk_cat(filled, 0, size, out=buffer)
+        if self._are_rows:
+            chunk_cat(tensors, 0, size, out=buffer)
             return buffer
-        buffer = torch.zeros(size, self.segment, dtype=like.dtype, device=like.device)
+        buffer.zero_()
         offset = 0
         destinations, sources = [], []
         for layout, tensor in zip(self.layouts, tensors, strict=True):

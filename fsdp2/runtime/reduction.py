@@ -7,33 +7,33 @@ What rank 0 of two has, for small gradients `a` and `b` and a large one `g`, eac
     [2] flat output       [a0 b0 g0]     one reduce-scatter of two operands, the buffer and `g`
     [3] partials          a0, b0, g0     kept with the group, views of the flat output
 
-Steps, cited in `Reduction._steps`::
+`_steps` is all of it, in this order::
 
     [1] pack       small or oddly shaped gradients are copied into one buffer; large ones are operands themselves
     [2] scatter    reduce-scatter over the shard axis, into one flat output for all parameters
     [3] partial    HSDP without all-reduce: the output is kept, and added to the next one
-    [4] replicas   all-reduce over the replicate axis; reduce-scatter where the shards are cut over it too
+    [4] replicas   all-reduce over the replicate axis
     [5] scale      what the collectives did not divide; the all-reduce hook; the sink receives the flat output
-    [6] hand over  the sink sets `sharded.grad` or adds to it, and runs the hooks
+    [6] hand over  the sink sets `sharded.grad` or adds to it; hooks run
 
-On an accelerator [1], [2], [4] and [5] are enqueued without a pause. On the CPU each wait ends a step, and the context
-takes the next step when it has to.
+On an accelerator [1] to [5] are enqueued at once; the next step waits for them on the compute stream, and does [6]. On
+the CPU each wait for a collective ends a step. `InFlight` decides when a reduction takes its next step.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from functools import reduce
-from itertools import repeat
-from operator import attrgetter
-from typing import Any, NamedTuple
+from functools import partial, reduce
+from itertools import accumulate, compress, repeat
+from operator import not_
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2._torch import foreach_copy, foreach_divided, hooks_of, post_accumulate_grad_hooks, profiler_is_on
-from fsdp2.comm.base import Bounds, Collective, wrapped
-from fsdp2.comm.scaling import Scaling, scaling_for
+from fsdp2._torch import foreach_divided, hooks_of, post_accumulate_grad_hooks, profiler_is_on
+from fsdp2.comm.base import Collective, What, wrapped
+from fsdp2.comm.scaling import scaling_for
 from fsdp2.errors import CollectiveError
 from fsdp2.events import profiler_range
 from fsdp2.layout import Lane
@@ -44,10 +44,6 @@ from fsdp2.runtime.packing import Packing
 from fsdp2.runtime.parameter import ManagedParameter, sharded_of
 from fsdp2.runtime.sink import Params, Sink
 from fsdp2.runtime.streams import Streams
-
-_dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
-MakeSink = Callable[[Params], Sink]
-_Waits = tuple[Any, Any]  # `first.wait(second)` waits
 
 
 class Partial(NamedTuple):
@@ -69,6 +65,7 @@ class Partial(NamedTuple):
 
 Partials = dict[ManagedParameter, Partial]
 Tensors = list[torch.Tensor]
+Wait = Callable[[], None]
 
 
 class ReductionPlan:
@@ -79,66 +76,95 @@ class ReductionPlan:
         members: indices of those that take part, of one dtype; each has a gradient, or a partial one.
 
     Attributes:
-        indices: `members` in the order of the flat output: packed ones, direct ones, those without a gradient.
-        num_grads: how many have a gradient.
-        params, sizes: of `indices`; the elements of each in the flat output, padded.
+        params: those that take part, in the order of the flat output: packed, direct, without a gradient.
+        sources: the indices of those with a gradient.
+        sizes, numel: the elements of each in the flat output, padded; of all.
+        scattered: how many of these, the first ones, are of gradients.
+        packing, direct: of the packed ones; position and part of the flat output of each direct one.
+        zeros: the parts that nothing fills.
         dtype: in which gradients are summed.
-        is_plain: gradients are plain tensors, dims in memory order.
-        packing, direct: the buffer of the packed ones; position and elements on this rank of each direct one.
-        inner: how the flat output is packed for a reduce-scatter over the replicas; None for an all-reduce.
         averages: whether the reduce-scatter and the all-reduce can divide by the number of ranks.
-        collectives: by group, whether it averages, and the name of the unit.
+        is_plain, casts: gradients are plain tensors, dims in memory order; some may have another dtype.
     """
 
-    def __init__(
-        self, params: Params, members: Sequence[int], has_grad: Sequence[bool], channel: Channel, make_sink: MakeSink
-    ):
-        self.channel = channel
+    sink_type: type[Sink] = Sink
+
+    def __init__(self, params: Params, members: Sequence[int], has_grad: Sequence[int], channel: Channel):
+        self.channel, roles = channel, channel.roles
         self.dtype: torch.dtype = reduce(torch.promote_types, [params[index].reduce_dtype for index in members])
-        itemsize, lane_of = self.dtype.itemsize, channel.comm.scatter_lane
-        lanes = {index: lane_of(params[index].layout, itemsize) for index in members if has_grad[index]}
-        packed = [index for index, lane in lanes.items() if lane is Lane.PACKED]
-        direct = [index for index, lane in lanes.items() if lane is not Lane.PACKED]
-        self.indices = [*packed, *direct, *(index for index in members if index not in lanes)]
-        self.num_grads = len(lanes)
-        self.params = [params[index] for index in self.indices]
+        lane_of, itemsize, has_shards = channel.comm.scatter_lane, self.dtype.itemsize, roles.shard_size > 1
+        given = [index for index in members if has_grad[index]]
+        is_direct = [has_shards and lane_of(params[index].layout, itemsize) is Lane.DIRECT for index in given]
+        packed, direct = [*compress(given, map(not_, is_direct))], [*compress(given, is_direct)]
+        self.sources = [*packed, *direct]
+        self.params = [params[index] for index in (*packed, *direct, *(i for i in members if not has_grad[i]))]
         self.sizes = [param.layout.padded_numel for param in self.params]
-        self.is_plain = all(each.geometry.as_is and each.plan.specs.inner_mesh is None for each in self.params)
+        starts = list(accumulate(self.sizes, initial=0))
+        self.numel, self.scattered = starts[-1], starts[len(given)]
         self.packing = Packing([params[index].layout for index in packed])
-        sizes = [params[index].layout.local_numel(channel.roles.shard_rank) for index in direct]
-        self.direct = list(enumerate(sizes, len(packed)))
-        inner = [param.geometry.outer for param in self.params if param.geometry.outer is not None]
-        self.inner = Packing(inner) if inner else None
-        self.sink = make_sink(self.params)
+        self.direct, self.zeros = list[tuple[int, slice]](), [slice(self.scattered, self.numel)]
+        for at in range(len(packed), len(given)):
+            end = starts[at] + self.params[at].layout.local_numel(roles.shard_rank)
+            self.direct.append((at, slice(starts[at], end)))
+            self.zeros.append(slice(end, starts[at + 1]))
+        self.zeros = [part for part in self.zeros if part.start < part.stop]
+        forms = [params[index].unsharded for index in given]
+        self.casts = any(form is None or form.grad_dtype != self.dtype for form in forms)
+        self.is_plain = all(each.geometry.as_is and each.plan.specs.inner_mesh is None for each in self.params)
+        self.sink = self.sink_type(self.params)
         self.averages = channel.comm.has_average, channel.base.has_average
-        self.collectives: dict[tuple[dist.ProcessGroup, bool, str], Collective] = {}
+        self._scatters: dict[bool, Collective] = {}  # by whether they average
+        self._over_replicas: dict[bool, Collective] = {}
 
-    def planned(self, group: dist.ProcessGroup, average: bool, fqn: str) -> Collective:
-        """That of [2] or, over the replicas, of [4], from now on in `collectives`."""
-        return self.collectives.setdefault((group, average, fqn), self._planned(group, average))
+    def what(self, kind: str, group: dist.ProcessGroup, numel: int) -> What:
+        """A collective of `numel` elements."""
+        return self.channel.what(kind, group, numel, numel * self.dtype.itemsize, self.dtype)
 
-    def _planned(self, group: dist.ProcessGroup, average: bool) -> Collective:
-        kind, bounds = "reduce_scatter", list[Bounds]()
-        packing: Packing | None = self.packing
-        if group is self.channel.roles.replicate_group:
-            comm, packing, sizes = self.channel.base, self.inner, self.sizes
-            kind, sizes = ("all_reduce", sizes) if packing is None else (kind, [packing.segment])
-        else:
-            comm, sizes = self.channel.comm, self.sizes[: self.num_grads]
-            bounds += [self.params[index].layout.flat_bounds for index, _ in self.direct]
-        what = self.channel.what(kind, group, sum(sizes), sum(sizes) * self.dtype.itemsize, self.dtype)
-        if packing is None:
-            return wrapped(comm.plan_all_reduce(what, average))
-        if packing.segment:
-            bounds.append(range(0, group.size() * packing.segment + 1, packing.segment))
-        return wrapped(comm.plan_reduce_scatter(bounds, what, average))
+    def scatter(self, grads: Tensors, average: bool, streams: Streams) -> tuple[torch.Tensor, Tensors, Wait | None]:
+        """[1] [2] Start the reduce-scatter. Returns the flat output, what is sent, and the wait that is left."""
+        flat = torch.empty(self.numel, dtype=self.dtype, device=self.channel.roles.device)
+        for part in self.zeros:
+            flat[part].zero_()  # the all-reduce and its hook read it
+        segment, sources, outputs = self.packing.segment, Tensors(), Tensors()
+        if self.channel.roles.shard_size == 1 and segment:
+            self.packing.pack(grads, flat[:segment].view(1, segment))
+        if self.channel.roles.shard_size == 1 or not self.scattered:
+            return flat, sources, None
+        for at, part in self.direct:
+            sources.append(grads[at].view(-1))
+            outputs.append(flat[part])
+        if segment:
+            sources.append(self.packing.pack(grads[: self.packing.num_tensors]).view(-1))
+            outputs.append(flat[:segment])
+        collective = self._scatters.get(average) or self._plan_scatter(average)
+        return flat, sources, streams.later(collective.wait, collective.start(sources, outputs))
+
+    def _plan_scatter(self, average: bool) -> Collective:
+        group, comm, segment = self.channel.scatter_group, self.channel.comm, self.packing.segment
+        assert group is not None
+        bounds = [self.params[at].layout.flat_bounds for at, _ in self.direct]
+        if segment:
+            bounds.append(range(0, group.size() * segment + 1, segment))
+        what = self.what("reduce_scatter", group, self.scattered)
+        self._scatters[average] = wrapped(comm.plan_reduce_scatter(bounds, what, average))
+        return self._scatters[average]
+
+    def over_replicas(
+        self, flat: torch.Tensor, average: bool, streams: Streams, _kept: Tensors
+    ) -> tuple[torch.Tensor, Wait | None]:
+        """[4] Start the sum of the flat output over the replicas. Returns the sum, and the wait that is left. The last
+        argument gets what must stay alive until the compute stream has waited."""
+        if (collective := self._over_replicas.get(average)) is None:
+            what = self.what("all_reduce", self.channel.roles.replicate.group, self.numel)
+            collective = self._over_replicas[average] = wrapped(self.channel.base.plan_all_reduce(what, average))
+        return flat, streams.later(collective.wait, collective.start([flat], [flat]))
 
 
 class Reduction:
-    """One reduction.
+    """One reduction in flight.
 
     Args:
-        grads: of the parameters of `plan` that have one, in its order; whole, dims in memory order.
+        grads: of the `sources` of `plan`, in its order; whole, dims in memory order.
         partials: with a replicate axis, what earlier backwards left for this all-reduce; or what this one adds to.
 
     Gradients are only read: the tensor in `.grad` may share its memory with a gradient that autograd still uses.
@@ -153,32 +179,20 @@ class Reduction:
         self.params: Params = plan.params
         self.fqn = plan.channel.fqn
         self.leaves_partials = plan.channel.roles.replicate_group is not None and not settings.requires_all_reduce
-        self._plan = plan
-        self._settings = settings
-        self._streams = streams
-        self._waits: _Waits | None = None
-        self._run = self._steps(grads, partials)
+        self._wait: Wait | None = None
+        self._run = _steps(plan, grads, partials, settings, streams)
 
     def advance(self) -> bool:
-        """Take one step: on the CPU to the next wait, on an accelerator to the wait of the compute stream. Returns
-        whether steps are left."""
+        """Wait for what the last step has started, and take the next one. Returns whether steps are left."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.advance()
-        streams, waits, self._waits = self._streams, self._waits, None
-        try:
-            while True:
-                if waits is not None:
-                    waits[0].wait(waits[1])
-                waits = None  # it may hold memory
-                waits = next(self._run, None)
-                if streams.lazy or waits is None or waits[0] is streams:
-                    break
-        except BaseException:
-            self._run.close()  # leaves the stream of the step
-            raise
-        self._waits = waits
-        return waits is not None
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+            wait = None  # it holds memory
+        self._wait = next(self._run, None)
+        return self._wait is not None
 
     def finish(self) -> None:
         """Take all steps that are left."""
@@ -187,143 +201,140 @@ class Reduction:
 
     def abandon(self) -> None:
         """Wait for what is in flight, and change no gradient. A failure of communication was already reported."""
-        waits, self._waits = self._waits, None
+        wait, self._wait = self._wait, None
         with suppress(CollectiveError):
-            if waits is not None:
-                waits[0].wait(waits[1])
+            if wait is not None:
+                wait()
         self._run.close()
 
-    def _steps(self, grads: Tensors, partials: Partials) -> Generator[_Waits]:
-        """Yields what the current stream, or the CPU, has to wait for. The variables keep all tensors alive."""
-        plan, streams, settings, roles = self._plan, self._streams, self._settings, self._plan.channel.roles
-        factor, is_lazy = settings.gradient_divide_factor, streams.lazy
-        averages = (False, False) if settings.force_sum else plan.averages
-        scaling = scaling_for(plan.dtype, roles.shard_size, roles.replicate_size, factor, averages)
-        ready = streams.record()
-        with streams.reducing():
-            # Gradients are allocated on the compute stream and read here. Outputs are allocated here and become the
-            # sharded gradients; the next reduction starts after the compute stream's use of them. `kept` holds what
-            # other streams read until the compute stream has waited.
-            if ready is not None:
-                streams.wait(ready)
-            kept = [] if is_lazy else [*grads]
-            if set(map(_dtype_of, grads)) != {plan.dtype} or not all(map(torch.Tensor.is_contiguous, grads)):
-                grads = [grad.to(plan.dtype).contiguous() for grad in grads]
-            if scaling.pre != 1:
-                grads = foreach_divided(grads, scaling.pre)
-            with profiler_range("FSDP::reduce_scatter", self.fqn) if profiler_is_on() else NOTHING:
-                flat, waits = self._scatter(grads, scaling.scatter_averages, kept)  # [1] [2]
-            del grads
-            if waits is not None:
-                yield waits
-                waits = None
-            if roles.replicate_group is None:
-                flat = self._scaled(flat, scaling.post, kept)  # [5]
-            done = streams.record()
-        if self.leaves_partials:
-            if not is_lazy:  # otherwise compute would wait for each reduce-scatter as soon as it is issued
-                yield streams, done
-            _keep(plan, flat, partials, scaling.after_scatter(roles.replicate_size))  # [3]
-            return
-        if roles.replicate_group is not None:
-            with streams.all_reducing():
-                streams.wait(done)
-                with profiler_range("FSDP::all_reduce", self.fqn) if profiler_is_on() else NOTHING:
-                    flat, waits = self._over_replicas(flat, partials, scaling, kept)  # [4]
-                if waits is not None:
-                    yield waits
-                    waits = None
-                flat = self._scaled(flat, scaling.post, kept)  # [5]
-                done = streams.record()
-        if not is_lazy:
-            yield streams, done
-        if done is not None and plan.sink.is_on_host:
-            done.synchronize()  # the optimizer reads host memory
-        del partials
-        kept.clear()  # every stream has finished with them, and [6] may step an optimizer
-        with profiler_range("FSDP::hand_over", self.fqn) if profiler_is_on() else NOTHING:
-            params = plan.sink.deliver(map(torch.Tensor.as_strided, repeat(flat), *plan.sink.views))  # [6]
-            if settings.when_reduced or any(map(hooks_of, map(sharded_of, params))):
-                _tell(params, settings.when_reduced)
 
-    def _scatter(self, grads: Tensors, average: bool, kept: Tensors) -> tuple[torch.Tensor, _Waits | None]:
-        """Start the reduce-scatter of `grads` into the flat output. Returns that, and what waits for it."""
-        plan, num_grads = self._plan, len(grads)
-        flat = torch.empty(sum(plan.sizes), dtype=plan.dtype, device=plan.channel.roles.device)
-        numel = sum(plan.sizes[:num_grads])
-        if num_grads < len(plan.sizes):
-            flat[numel:].zero_()
-        if plan.channel.roles.shard_size == 1:
-            foreach_copy(flat.split(plan.sizes)[:num_grads], [grad.view(-1) for grad in grads])
-        if plan.channel.roles.shard_size == 1 or not numel:
-            return flat, None
-        sources, outputs = [], []
-        pieces = flat.split(plan.sizes) if plan.direct else ()
-        for index, local_numel in plan.direct:
-            if local_numel != plan.sizes[index]:
-                pieces[index][local_numel:].zero_()  # the all-reduce and its hook read the padding
-            sources.append(grads[index].view(-1))
-            outputs.append(pieces[index][:local_numel])
-        if plan.packing.segment:
-            sources.append(plan.packing.pack(grads[: plan.packing.num_tensors]).view(-1))
-            outputs.append(flat[: plan.packing.segment])
-        if not self._streams.lazy:
-            kept += [*grads, *sources]
-        assert plan.channel.scatter_group is not None
-        key = plan.channel.scatter_group, average, self.fqn
-        collective = plan.collectives.get(key) or plan.planned(*key)
-        return flat, (collective, collective.start(sources, outputs))
+class InFlight:
+    """The reductions of one root that are in flight, the one that goes on next first. Owns them, and so their buffers,
+    until they are finished. Several roots may share one."""
 
-    def _over_replicas(
-        self, flat: torch.Tensor, partials: Partials, scaling: Scaling, kept: Tensors
-    ) -> tuple[torch.Tensor, _Waits | None]:
-        """Start the sum of the flat output, with the partial gradients, over the replicas; returns as `_scatter`."""
-        plan, inner = self._plan, self._plan.inner
-        outputs = flat.split(plan.sizes)
-        divisor = scaling.after_scatter(plan.channel.roles.replicate_size)
-        for param, output in zip(plan.params, outputs, strict=True):
-            if (earlier := partials.get(param)) is not None:
-                output.add_(earlier.over(divisor))
-        key = plan.channel.roles.replicate.group, scaling.all_reduce_averages, self.fqn
-        collective = plan.collectives.get(key) or plan.planned(*key)
-        if inner is None:
-            return flat, (collective, collective.start([flat], [flat]))
-        # Each replica gets its piece of this rank's shard. The buffers were allocated on the reduce-scatter stream or
-        # here, and are read here.
-        pairs = zip(inner.layouts, outputs, strict=True)
-        kept += [flat, inner.pack([output[: layout.numel].view(layout.shape) for layout, output in pairs])]
-        piece = torch.empty(inner.segment, dtype=plan.dtype, device=flat.device)
-        if not inner.segment:
-            return piece, None
-        return piece, (collective, collective.start([kept[-1].view(-1)], [piece]))
+    def __init__(self) -> None:
+        self._max_reductions = 1
+        self._reductions: deque[Reduction] = deque()
 
-    def _scaled(self, flat: torch.Tensor, post: float, kept: Tensors) -> torch.Tensor:
-        """Apply the remaining division and run the user's hook. Returns what the sink makes of the flat output."""
-        if post != 1:
-            flat.div_(post)
-        if self._settings.all_reduce_hook is not None:
-            _run_hook(flat, self._plan.channel.roles.mesh, self._streams, *self._settings.all_reduce_hook)
-        kept.append(flat)  # allocated on the reduce-scatter stream, may be read on the all-reduce stream
-        return self._plan.sink.receive(flat)
+    def __iter__(self) -> Iterator[Reduction]:
+        return iter(self._reductions)
+
+    def limit(self, _user: object, max_reductions: int) -> None:
+        """The user allows this many reductions in flight before compute waits for the oldest."""
+        self._max_reductions = max_reductions
+
+    def start(self, reductions: Sequence[Reduction]) -> None:
+        """Start reductions. If too many are in flight, the oldest advance first."""
+        for reduction in reductions:
+            num_due = len(self._reductions) - self._max_reductions + 1
+            if num_due > 0:
+                with profiler_range("FSDP::post_backward_rs_wait", reduction.fqn) if profiler_is_on() else NOTHING:
+                    for _ in range(num_due):
+                        self._advance_oldest()
+            with profiler_range("FSDP::post_backward_reduce", reduction.fqn) if profiler_is_on() else NOTHING:
+                if reduction.advance():
+                    self._reductions.append(reduction)
+
+    def _advance_oldest(self) -> None:
+        """A separate function, so that a finished reduction is freed before the next one allocates its buffers."""
+        oldest = self._reductions.popleft()
+        if oldest.advance():
+            self._reductions.append(oldest)
+
+    def finish_partials(self) -> None:
+        """Finish the reductions whose results the next all-reduce must include."""
+        while any(reduction.leaves_partials for reduction in self._reductions):
+            self._reductions.popleft().finish()
+
+    def finish_all(self) -> None:
+        """Finish every reduction."""
+        while self._reductions:
+            self._reductions.popleft().finish()
+
+    def abandon_all(self) -> None:
+        """Finish every reduction without changing a gradient."""
+        while self._reductions:
+            self._reductions.popleft().abandon()
 
 
-def _run_hook(flat: torch.Tensor, mesh: DeviceMesh, streams: Streams, hook: Callable[..., None], stream: Any) -> None:
-    if stream is None or streams.lazy:
-        return hook(flat, mesh)
-    # The current stream owns `flat` and waits until the hook's stream has finished with it.
+def _steps(
+    plan: ReductionPlan, grads: Tensors, partials: Partials, settings: UnitSettings, streams: Streams
+) -> Generator[Wait]:
+    """Ends each step with what is to be waited for before the next. The variables keep all tensors alive."""
+    roles, is_lazy = plan.channel.roles, streams.lazy
+    factor, has_replicas = settings.gradient_divide_factor, roles.replicate_group is not None
+    averages = (False, False) if settings.force_sum else plan.averages
+    scaling = scaling_for(plan.dtype, roles.shard_size, roles.replicate_size, factor, averages)
     ready = streams.record()
-    with stream:
+    with streams.reducing():
+        # Gradients are allocated on the compute stream and read here. Outputs are allocated here and become the sharded
+        # gradients; the next reduction starts after the compute stream's use of them. `kept` holds what other streams
+        # read until the compute stream has waited.
         streams.wait(ready)
-        hook(flat, mesh)
+        kept = [] if is_lazy else [*grads]
+        if plan.casts or not all(map(torch.Tensor.is_contiguous, grads)):
+            grads = [grad.to(plan.dtype).contiguous() for grad in grads]
+        if scaling.pre != 1:
+            grads = foreach_divided(grads, scaling.pre)
+        with profiler_range("FSDP::reduce_scatter", plan.channel.fqn) if profiler_is_on() else NOTHING:
+            flat, sent, wait = plan.scatter(grads, scaling.scatter_averages, streams)  # [1] [2]
+        if not is_lazy:
+            kept += [*grads, *sent]
+        del grads, sent
+        if wait is not None:
+            yield wait
+            wait = None  # it holds memory
+        if not has_replicas:
+            flat = _scaled(plan, flat, scaling.post, settings, streams, kept)  # [5]
         done = streams.record()
-    streams.wait(done)
+    if has_replicas:
+        divisor = scaling.after_scatter(roles.replicate_size)
+        if not settings.requires_all_reduce:
+            if not is_lazy:  # otherwise compute would wait for each reduce-scatter as soon as it is issued
+                yield partial(streams.wait, done)
+            _add(plan, flat, partials, divisor)  # [3]
+            for param, output in zip(plan.params, flat.split(plan.sizes), strict=True):
+                partials[param] = Partial(output, divisor)
+            return
+        with streams.all_reducing():
+            streams.wait(done)
+            _add(plan, flat, partials, divisor)
+            with profiler_range("FSDP::all_reduce", plan.channel.fqn) if profiler_is_on() else NOTHING:
+                flat, wait = plan.over_replicas(flat, scaling.all_reduce_averages, streams, kept)  # [4]
+            if wait is not None:
+                yield wait
+                wait = None
+            flat = _scaled(plan, flat, scaling.post, settings, streams, kept)  # [5]
+            done = streams.record()
+    if not is_lazy:
+        yield partial(streams.wait, done)
+    if done is not None and plan.sink.is_on_host:
+        done.synchronize()  # the optimizer reads host memory
+    del partials
+    kept.clear()  # every stream has finished with them, and [6] may step an optimizer
+    with profiler_range("FSDP::hand_over", plan.channel.fqn) if profiler_is_on() else NOTHING:
+        params = plan.sink.deliver(map(torch.Tensor.as_strided, repeat(flat), *plan.sink.views))  # [6]
+        if settings.when_reduced or any(map(hooks_of, map(sharded_of, params))):
+            _tell(params, settings.when_reduced)
 
 
-def _keep(plan: ReductionPlan, flat: torch.Tensor, partials: Partials, divisor: float) -> None:
-    """Add the flat output to the partial gradients, which still have to be divided by `divisor`."""
-    for param, output in zip(plan.params, flat.split(plan.sizes), strict=True):
-        earlier = partials.get(param)
-        partials[param] = Partial(output if earlier is None else earlier.over(divisor).add_(output), divisor)
+def _scaled(
+    plan: ReductionPlan, flat: torch.Tensor, post: float, settings: UnitSettings, streams: Streams, kept: Tensors
+) -> torch.Tensor:
+    """Apply the remaining division and run the user's hook. Returns what the sink makes of the flat output."""
+    if post != 1:
+        flat.div_(post)
+    if settings.all_reduce_hook is not None:
+        settings.all_reduce_hook(flat, plan.channel.roles.mesh, streams)
+    kept.append(flat)  # allocated on the reduce-scatter stream, may be read on the all-reduce stream
+    return plan.sink.receive(flat)
+
+
+def _add(plan: ReductionPlan, flat: torch.Tensor, partials: Partials, divisor: float) -> None:
+    """Add the partial gradients to the flat output, which still has to be divided by `divisor`."""
+    for param, output in zip(plan.params, flat.split(plan.sizes), strict=True) if partials else ():
+        if (earlier := partials.get(param)) is not None:
+            output.add_(earlier.over(divisor))
 
 
 def _tell(params: Params, then: Sequence[Callable[[Params], None]]) -> None:

@@ -58,6 +58,7 @@ def become_root(root: Unit) -> Step:
         unit.fqn = ", ".join(fqns)
         for group in unit.groups:
             group.channel.fqn = unit.fqn
+            group.gradients.forget_plans()
             for param in group.params:  # by the module that first holds it
                 slot = param.slots[0]
                 prefix = "" if slot.module is None else module_fqns.get(slot.module, "")

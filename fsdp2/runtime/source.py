@@ -9,7 +9,6 @@ A `Shards` is the memory of the unsharded parameters, and what fills it in each 
 ================  ==================================================================================================
 `Shards`          gathers the shards
 `HostShards`      offloaded shards: copied to the device first
-`ReplicaShards`   with sharded replicas: gathers the *inner* shards, which are gathered over the replicas once a step
 `Replicated`      nothing is sharded: copies
 ================  ==================================================================================================
 
@@ -204,50 +203,12 @@ def _copy(params: Sequence[ManagedParameter], shards: Sequence[torch.Tensor]) ->
             param.whole.view(-1).copy_(shard, non_blocking=True)
 
 
-class ReplicaShards(Shards):
-    """The padded pieces of the shard axis, in the compute dtype, are gathered over the replicate axis once, until the
-    shards may change. The all-gather stream owns their memory."""
-
-    keeps_part = True
-
-    def __init__(self, group: Group):
-        super().__init__(group)
-        params, roles = group.params, group.roles
-        offsets, total = pack([p.layout.padded_numel * p.compute_dtype.itemsize for p in params], ALIGN_BYTES)
-        self._inner = FlatStorage(total, roles.device)
-        self._at: list[int] | None = None  # the versions of the shards that were gathered
-        with torch.inference_mode(False), torch.no_grad():
-            self._inner.alloc()
-            shapes = [param.layout.local_shape(roles.shard_rank) for param in params]
-            fulls = [
-                self._inner.view(offset, shape, param.compute_dtype)
-                for param, offset, shape in zip(params, offsets, shapes, strict=True)
-            ]
-            self._flats = [full.view(-1) for full in fulls]
-            layouts = [param.geometry.outer for param in params if param.geometry.outer is not None]
-            self._over_replicas = Gather(layouts, fulls, roles.replicate, group.channel)
-            self._inner.free()
-
-    def start(self, group: Group) -> Callable[[], None]:
-        if self._at != group.seen.versions:
-            self._inner.alloc()
-            self._over_replicas.start(on_device(group), False, self._inner)()
-            self._at = group.seen.versions
-        return (self.gather or self._plan(group)).start(self._flats, True, self)
-
-    def drop_part(self, group: Group) -> None:
-        self._at = None
-        self._inner.free()
-
-
 def source_of(group: Group) -> Shards:
     """The source of a group of these parameters."""
     for make in hooks.sources:
         if (found := make(group)) is not None:
             source: Shards = found
             return source
-    if group.roles.sharded_replicas:
-        return ReplicaShards(group)
     if group.roles.shard_group is None:
         return Replicated(group)
     return Shards(group) if group.params[0].plan.home == group.roles.device else HostShards(group)

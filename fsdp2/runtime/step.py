@@ -27,7 +27,7 @@ from fsdp2.errors import OrderError, UnsupportedError
 from fsdp2.events import emit, follow_listeners, profiler_range
 from fsdp2.runtime.backward import finish_backward
 from fsdp2.runtime.hooks import Hooks
-from fsdp2.runtime.in_flight import InFlight
+from fsdp2.runtime.reduction import InFlight
 from fsdp2.runtime.state import Stage, is_running
 from fsdp2.runtime.storage import ReleasedMemory
 from fsdp2.runtime.streams import streams_for

@@ -4,6 +4,7 @@ On an accelerator work is *enqueued*: all is issued at once, up to the final eve
 On the CPU work *runs*: a wait blocks, and is deferred until the result is needed. The runtime sees only `Streams.lazy`.
 """
 
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import repeat
 from typing import Any
@@ -25,6 +26,8 @@ class Streams:
         copying: on that of activations that move to host memory and back.
         record: record an event on the current stream.
         wait: make the current stream wait for an event, or for None.
+        later: ``wait(started)``, which waits for a collective, as a call to be made later; on an accelerator the
+            current stream waits at once, and it is None.
     """
 
     lazy = True
@@ -32,6 +35,12 @@ class Streams:
     reducing = all_reducing = stepping = copying = gathering
     record: Any = repeat(None).__next__
     wait: Any = {}.get
+    later: Any = partial
+
+
+def at_once(wait: Callable[[Any], None], started: Any) -> None:
+    """`Streams.later` where ``wait(started)`` does not block."""
+    wait(started)
 
 
 class _Current:
@@ -59,6 +68,7 @@ class AcceleratorStreams(Streams):
     """Side streams of one device, which all roots share, with a higher priority than compute but for the last two."""
 
     lazy = False
+    later = staticmethod(at_once)
 
     def __init__(self, device: torch.device):
         self._device = device

@@ -14,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, fully_shard
 from fsdp2.comm.gloo import GlooComm
-from fsdp2.runtime.reduction import Reduction
+from fsdp2.extras import shard_replicas
+from fsdp2.runtime import reduction
 from tests.helpers.ranks import on_ranks
 from tests.helpers.two_layers import X, backward_of, sharded_layers
 from tests.races.detector import detecting
@@ -101,21 +102,21 @@ def test_the_first_output_lives_until_compute_has_waited(rank: int, world_size: 
     first's."""
     outputs: dict[int, StorageWeakRef] = {}
     seen: list[bool] = []
-    scatter, scaled = Reduction._over_replicas, Reduction._scaled
+    scatter, scaled = shard_replicas._Plan.over_replicas, reduction._scaled
 
-    def watched_scatter(self: Reduction, flat: torch.Tensor, *arguments: Any) -> Any:
-        outputs[id(self)] = StorageWeakRef(flat.untyped_storage())
-        return scatter(self, flat, *arguments)
+    def watched_scatter(plan: Any, flat: torch.Tensor, *arguments: Any) -> Any:
+        outputs[id(plan)] = StorageWeakRef(flat.untyped_storage())
+        return scatter(plan, flat, *arguments)
 
-    def watched_scaled(self: Reduction, *arguments: Any) -> torch.Tensor:
-        seen.append(outputs[id(self)].expired())
-        return scaled(self, *arguments)
+    def watched_scaled(plan: Any, *arguments: Any) -> torch.Tensor:
+        seen.append(outputs[id(plan)].expired())
+        return scaled(plan, *arguments)
 
     model = sharded_layers(zero=ZeroPolicy(shard_size=2, shard_replicas=True))
     model.set_reduce_scatter_max_input_buffers(2)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Reduction, "_over_replicas", watched_scatter)
-        monkeypatch.setattr(Reduction, "_scaled", watched_scaled)
+        monkeypatch.setattr(shard_replicas._Plan, "over_replicas", watched_scatter)
+        monkeypatch.setattr(reduction, "_scaled", watched_scaled)
         backward_of(model)
     assert seen
     assert not any(seen)

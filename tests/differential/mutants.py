@@ -80,7 +80,7 @@ MISSED_BEFORE = (
         (
             (
                 "(at_end and self.partials) or any(map(_is_there, grads))",
-                "(at_end and self.partials) or not self.none_arrived",
+                "(at_end and self.partials) or self.arrived",
             ),
         ),
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fsdp2.runtime.streams import Streams
+from fsdp2.runtime.streams import Streams, at_once
 
 __all__ = ["HOST", "Clock", "Event", "SimulatedStreams"]
 
@@ -43,6 +43,7 @@ class SimulatedStreams(Streams):
     """
 
     lazy = False
+    later = staticmethod(at_once)
 
     def __init__(self) -> None:
         self.clocks: dict[str, Clock] = {

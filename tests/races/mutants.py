@@ -13,6 +13,7 @@ __all__ = ["MUTANTS", "Mutant"]
 
 BUCKET, REDUCTION, STEP, MEMORY = (f"runtime.{name}" for name in ("bucket", "reduction", "step", "storage"))
 SAME_STREAM = "all that is done with it is in the order of one stream"
+SCALED = "flat = _scaled(plan, flat, scaling.post, settings, streams, kept)  # [5]\n"
 WORK_HOLDS = "the work handle holds it until the stream has waited"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -163,30 +164,30 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reduction: no wait for the gradients",
         REDUCTION,
-        "            if ready is not None:\n                streams.wait(ready)\n",
-        "",
+        "        streams.wait(ready)\n        kept",
+        "        kept",
         "plain",
     ),
     Mutant(
         "reduction: the event is on the reduce stream",
         REDUCTION,
-        "        ready = streams.record()\n        with streams.reducing():\n",
-        "        with streams.reducing():\n            ready = streams.record()\n",
+        "    ready = streams.record()\n    with streams.reducing():\n",
+        "    with streams.reducing():\n        ready = streams.record()\n",
         "plain",
     ),
     Mutant(
         "reduction: on the compute stream",
         REDUCTION,
-        "        with streams.reducing():\n            # Gradients",
-        "        with NOTHING:\n            # Gradients",
+        "    with streams.reducing():\n        # Gradients",
+        "    with NOTHING:\n        # Gradients",
         "plain",
         harmless="slower, but in the order of one stream",
     ),
     Mutant(
         "reduction: gradients are not kept",
         REDUCTION,
-        "kept += [*grads, *sources]",
-        "kept += sources",
+        "kept += [*grads, *sent]",
+        "kept += sent",
         "plain",
         harmless="`_steps` keeps those of the compute stream; others belong to the reduce stream",
     ),
@@ -200,7 +201,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reduction: what is sent is not kept",
         REDUCTION,
-        "kept += [*grads, *sources]",
+        "kept += [*grads, *sent]",
         "kept += grads",
         "wire_over_nccl",
         harmless=WORK_HOLDS,
@@ -208,49 +209,44 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reduction: nothing is kept until the end",
         REDUCTION,
-        "        if not is_lazy:\n            yield streams, done\n        if done",
-        "        kept.clear()\n        if not is_lazy:\n            yield streams, done\n        if done",
+        "    if not is_lazy:\n        yield partial(streams.wait, done)\n    if done",
+        "    kept.clear()\n    if not is_lazy:\n        yield partial(streams.wait, done)\n    if done",
         "plain",
     ),
     Mutant(
         "reduction: the collective is not waited for",
-        REDUCTION,
-        "if waits is not None:\n                    waits[0].wait(waits[1])\n                waits = None",
-        "if waits is not None and waits[0] is streams:\n                    waits[0].wait(waits[1])\n"
-        "                waits = None",
+        "runtime.streams",
+        "    wait(started)\n",
+        "    pass\n",
         "plain",
     ),
     Mutant(
         "reduction: the scale is on the compute stream",
         REDUCTION,
-        "            if roles.replicate_group is None:\n"
-        "                flat = self._scaled(flat, scaling.post, kept)  # [5]\n            done = streams.record()\n",
-        "        if roles.replicate_group is None:\n"
-        "            flat = self._scaled(flat, scaling.post, kept)  # [5]\n        done = streams.record()\n",
+        f"        if not has_replicas:\n            {SCALED}        done = streams.record()\n",
+        f"    if not has_replicas:\n        {SCALED}    done = streams.record()\n",
         "mixed",
     ),
     Mutant(
         "reduction: the event is recorded before the scale",
         REDUCTION,
-        "            if roles.replicate_group is None:\n"
-        "                flat = self._scaled(flat, scaling.post, kept)  # [5]\n            done = streams.record()\n",
-        "            done = streams.record()\n            if roles.replicate_group is None:\n"
-        "                flat = self._scaled(flat, scaling.post, kept)  # [5]\n",
+        f"        if not has_replicas:\n            {SCALED}        done = streams.record()\n",
+        f"        done = streams.record()\n        if not has_replicas:\n            {SCALED}",
         "mixed",
     ),
     Mutant(
         "reduction: compute does not wait",
         REDUCTION,
-        "            yield streams, done\n        if done",
-        "            pass\n        if done",
+        "        yield partial(streams.wait, done)\n    if done",
+        "        pass\n    if done",
         "plain",
     ),
     Mutant(
         "reduction: handed over before the wait",
         REDUCTION,
-        "        if not is_lazy:\n            yield streams, done\n        if done",
-        "        plan.sink.deliver(map(torch.Tensor.as_strided, repeat(flat), *plan.sink.views))\n"
-        "        if not is_lazy:\n            yield streams, done\n        if done",
+        "    if not is_lazy:\n        yield partial(streams.wait, done)\n    if done",
+        "    plan.sink.deliver(map(torch.Tensor.as_strided, repeat(flat), *plan.sink.views))\n"
+        "    if not is_lazy:\n        yield partial(streams.wait, done)\n    if done",
         "added",
     ),
     Mutant("offload: the host does not wait", REDUCTION, "done.synchronize()", "pass", "offload"),
@@ -265,34 +261,34 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "partials: compute does not wait",
         REDUCTION,
-        "                yield streams, done\n            _keep",
-        "                pass\n            _keep",
+        "                yield partial(streams.wait, done)\n            _add",
+        "                pass\n            _add",
         "partials",
     ),
     Mutant(
         "all-reduce: no wait for the reduce-scatter",
         REDUCTION,
-        "                streams.wait(done)\n                with",
-        "                with",
+        "            streams.wait(done)\n            _add",
+        "            _add",
         "hsdp",
     ),
     Mutant(
         "all-reduce: the collective is not waited for",
         REDUCTION,
-        "                if waits is not None:\n                    yield waits\n",
-        "                if False:\n                    yield waits\n",
+        "streams.later(collective.wait, collective.start([flat], [flat]))",
+        "collective.start([flat], [flat]) and None",
         "hsdp",
     ),
     Mutant(
         "all-reduce: no event after it",
         REDUCTION,
-        "  # [5]\n                done = streams.record()\n",
-        "  # [5]\n",
+        f"    {SCALED}            done = streams.record()\n",
+        f"    {SCALED}",
         "hsdp",
     ),
     Mutant(
         "all-reduce: the inner output is not kept",
-        REDUCTION,
+        "extras.shard_replicas",
         "kept += [flat, inner",
         "kept += [inner",
         "inner",
@@ -300,30 +296,30 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all-reduce: the output before the cast is not kept",
         REDUCTION,
-        "        kept.append(flat)  # allocated on the reduce-scatter stream, may be read on the all-reduce stream\n",
+        "    kept.append(flat)  # allocated on the reduce-scatter stream, may be read on the all-reduce stream\n",
         "",
         "hsdp",
     ),
     # --- hooks on a stream of the user's ---
     Mutant(
         "hook: its stream does not wait",
-        REDUCTION,
-        "    with stream:\n        streams.wait(ready)\n",
-        "    with stream:\n",
+        "extras.all_reduce_hook",
+        "        with self._stream:\n            streams.wait(ready)\n",
+        "        with self._stream:\n",
         "hooked",
     ),
     Mutant(
         "hook: nobody waits for it",
-        REDUCTION,
-        "        done = streams.record()\n    streams.wait(done)\n\n\ndef",
-        "        done = streams.record()\n\n\ndef",
+        "extras.all_reduce_hook",
+        "        streams.wait(done)\n",
+        "",
         "hooked",
     ),
     Mutant(
         "hook: its event is recorded before it",
-        REDUCTION,
-        "        hook(flat, mesh)\n        done = streams.record()\n    streams",
-        "        done = streams.record()\n        hook(flat, mesh)\n    streams",
+        "extras.all_reduce_hook",
+        "            self._hook(flat, mesh)\n            done = streams.record()\n",
+        "            done = streams.record()\n            self._hook(flat, mesh)\n",
         "hooked",
     ),
     *OF_OFFLOAD,
