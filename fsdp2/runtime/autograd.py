@@ -6,10 +6,9 @@
     backward     inputs <-- [_BackwardEnd] <-- the unit's modules <-- hook on each output
 
 The hook on an output runs when its gradient is available, before the unit's backward. `_BackwardEnd` passes the inputs'
-gradients through afterwards. If no input needs a gradient, the root's final callback ends the unit's backward instead.
-
-A backward that builds a graph (``create_graph=True``) can itself be differentiated. The second backward begins where
-the first one ended, at the gradients of the inputs, so these get the hook of an output.
+gradients through afterwards. If no input needs a gradient, the end of the whole backward ends the unit's instead. A
+backward that builds a graph (``create_graph=True``) can itself be differentiated: the second backward begins where the
+first one ended, at the gradients of the inputs, so these get the hook of an output.
 
 Under transforms of `torch.func`, and with forward-mode differentiation, the tensors have levels: see `hooks.levels`.
 """
@@ -23,14 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from fsdp2._torch import (
-    base_of,
-    forward_level,
-    number_of_node,
-    plain_apply,
-    transforms_are_active,
-    will_run_node,
-)
+from fsdp2._torch import base_of, forward_level, number_of_node, plain_apply, transforms_are_active, will_run_node
 from fsdp2.events import profiler_range
 from fsdp2.runtime import hooks
 from fsdp2.runtime.tree import map_tensors, tensors_in, tensors_within
@@ -69,8 +61,8 @@ _end = plain_apply(_BackwardEnd)
 def on_backward_end(
     end: Callback, begin: Callback, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Wrap the inputs of a forward: `end` runs when backward has passed through all of them, and `begin` when a
-    backward through that backward reaches them. The third result: whether `backward_is_whole` will know."""
+    """Wrap the inputs of a forward: `end` runs when backward has passed through all of them, `begin` when a backward
+    through that backward reaches them. The third result: whether `backward_is_whole` will know."""
     if transforms_are_active() or forward_level() >= 0:
         return hooks.implementation(hooks.levels, "end", "torch.func")(end, begin, args, kwargs)  # type: ignore[no-any-return]
     tensors = list(filter(_needs_grad, tensors_in((args, kwargs) if kwargs else args)))

@@ -88,11 +88,10 @@ def _begin_root(unit: Unit, step: Step, args: _Args, kwargs: _Kwargs) -> tuple[_
             step.begin_forward()
         for hook in step.hooks.before_forward:
             hook(args, kwargs)
-        if unit.device.type == "cpu":
-            return args, kwargs
-        with profiler_range("FSDP::inputs_to_device"):
-            moved = map_tensors(lambda tensor: tensor.to(unit.device, non_blocking=True), (args, kwargs))
-        return moved[0], moved[1]
+        if unit.device.type != "cpu":
+            with profiler_range("FSDP::inputs_to_device"):
+                args, kwargs = map_tensors(lambda tensor: tensor.to(unit.device, non_blocking=True), (args, kwargs))
+        return args, kwargs
 
 
 def _begin(unit: Unit, step: Step) -> None:

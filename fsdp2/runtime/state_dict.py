@@ -14,15 +14,13 @@ _OWNERS = "_fsdp2_owners"  # on a module that holds parameters: the units that m
 
 def guard_state_dict(module: nn.Module, unit: Unit) -> None:
     """Reshard `unit`, whose parameters `module` holds, before a state dict is made or loaded."""
-    owners = module.__dict__.get(_OWNERS)
-    if owners is not None:
-        if unit not in owners:
-            owners.append(unit)
-        return
-    module.__dict__[_OWNERS] = [unit]
-    module.register_state_dict_pre_hook(_before_save)
-    module.register_load_state_dict_pre_hook(_before_load)
-    module.register_load_state_dict_post_hook(_refresh)
+    owners = module.__dict__.setdefault(_OWNERS, [])
+    if not owners:
+        module.register_state_dict_pre_hook(_before_save)
+        module.register_load_state_dict_pre_hook(_before_load)
+        module.register_load_state_dict_post_hook(_refresh)
+    if unit not in owners:
+        owners.append(unit)
 
 
 def owners_of(module: nn.Module) -> Sequence[Unit]:

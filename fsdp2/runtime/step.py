@@ -173,7 +173,6 @@ class Step:
         """The backward pass is over: finish all units. The last backward of a step also waits for all reductions."""
         with profiler_range("FSDP::root_post_backward_callback"):
             self.recomputed = []
-            root = self.units[0]
             self.finish_units()
             if self.is_last:
                 for hook in self.hooks.before_wait:
@@ -181,7 +180,7 @@ class Step:
                 self.finish_reductions()
             for hook in self.hooks.after_backward:
                 hook()
-            emit("root_post_backward", root.fqn)
+            emit("root_post_backward", self.units[0].fqn)
             self.end = None  # the last: after an error above a forward must not go on
 
     def finish_units(self) -> None:
