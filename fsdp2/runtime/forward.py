@@ -68,7 +68,11 @@ def pre_forward(module: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args,
             unit.unshard()
             unit.wait_for_unshard()
             if (unit.forward_prefetch or step.hooks.unit_started) and not is_recomputation and unit.in_order:
-                _prefetch(unit, step)
+                for hook in step.hooks.unit_started:
+                    hook(unit)
+                for other in alive(unit.forward_prefetch):
+                    with profiler_range("FSDP::forward_prefetch for", other.fqn):
+                        other.unshard(prefetching=True)
         policy = unit.policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast_floating(policy.param_dtype, (args, kwargs), "FSDP::cast_forward_inputs")
@@ -115,14 +119,6 @@ def _begin(unit: Unit, step: Step) -> None:
     if state.was_whole:
         for group in (*unit.groups, *unit.borrowed):
             group.adopt_changes()
-
-
-def _prefetch(unit: Unit, step: Step) -> None:
-    for hook in step.hooks.unit_started:
-        hook(unit)
-    for other in alive(unit.forward_prefetch):
-        with profiler_range("FSDP::forward_prefetch for", other.fqn):
-            other.unshard(prefetching=True)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

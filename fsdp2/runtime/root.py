@@ -16,12 +16,7 @@ from fsdp2.runtime.unit import Unit, unit_of
 
 def units_below(module: nn.Module) -> list[Unit]:
     """The units of `module` and its submodules, in the order of the module tree."""
-    units: list[Unit] = []
-    for submodule in module.modules():
-        unit = unit_of(submodule)
-        if unit is not None and unit not in units:
-            units.append(unit)
-    return units
+    return list(dict.fromkeys(unit for each in module.modules() if (unit := unit_of(each)) is not None))
 
 
 def become_root(root: Unit) -> Step:
@@ -70,9 +65,8 @@ def become_root(root: Unit) -> Step:
             if not group.changing:
                 group.seen.warn_of_assigned_data()
         unit.refresh()
-    step = Step(units, root.device, is_provisional=False)
-    for unit in units:
         unit.role = None
+    step = Step(units, root.device, is_provisional=False)
     for hook in hooks.root_made:
         hook(step)
     for unit in units:

@@ -138,12 +138,8 @@ class Step:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def expect_end_of_backward(self) -> None:
-        """Called from within a backward pass: `end_backward` will run at its end.
-
-        Raises:
-            OrderError: the last backward raised, and `reset_iter_state` was not called.
-            UnsupportedError: backward runs under compiled autograd, which never runs callbacks at the end.
-        """
+        """Called from within a backward pass: `end_backward` will run at its end. Raises `OrderError` after a backward
+        that raised, and `UnsupportedError` under compiled autograd, which runs no callbacks at the end."""
         if self.end is not None:
             if self.end() is None:
                 raise_unfinished("backward")

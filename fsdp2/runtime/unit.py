@@ -177,11 +177,9 @@ class Unit:
         """Free unsharded parameters that no other unit computes with. `within_step`: a part may stay, as they will not
         change before the next unshard; of groups with a smaller mesh, with `to_smaller`. `keep_values`: keep their
         memory in case they do not."""
-        if self.step is None:
-            return
         for group in [*self.groups, *self.borrowed] if self.role is None else self.role.select(False):
             group.users.discard(id(self))
-            if not group.users and group.phase is not Phase.SHARDED:
+            if self.step is not None and not group.users and group.phase is not Phase.SHARDED:
                 keeps_part = within_step if group.smaller is None else to_smaller
                 is_part = keeps_part and group.source is not None and group.source.keeps_part
                 group.reshard(self.step.memory, Phase.PART if is_part else Phase.SHARDED, keep_values)
