@@ -226,7 +226,7 @@ def test_other_formats_are_read_as_far_as_that_goes(tmp_path: Path, capsys: pyte
 
 
 def test_convert(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--to", "consolidated", "--dtype", "bf16", "--model-only")
+    options = ("--dtype", "bf16", "--model-only")
     code, out = cli(capsys, "convert", original / "three", tmp_path / "new", *options)
     assert (code, out) == (0, f"{tmp_path}/new\n")
     assert {one.dtype for one in describe(tmp_path / "new").tensors} == {"BF16", "I64"}

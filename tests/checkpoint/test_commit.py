@@ -133,7 +133,7 @@ def test_a_conversion_whose_answer_was_lost_keeps_its_files(tmp_path: Path, monk
     with monkeypatch.context() as patch:
         lose_the_answer(patch, blind=False)
         with pytest.raises(OSError, match="timed out"):
-            checkpoint.convert(tmp_path / "a", "memory://b", to="ranks", world=2)
+            checkpoint.convert(tmp_path / "a", "memory://b")
     assert value_at("memory://b") == 3.0
 
 

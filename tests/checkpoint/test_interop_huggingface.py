@@ -163,7 +163,7 @@ def test_mx_weights(tmp_path: Path) -> None:
     model = {**{name: torch.zeros_like(value) for name, value in state.items()}, "b": torch.zeros(3)}
     checkpoint.load(tmp_path, model=model)
     checkpoint.save(tmp_path / "own", model=model)
-    checkpoint.convert(tmp_path / "own", tmp_path / "again", to="consolidated")
+    checkpoint.convert(tmp_path / "own", tmp_path / "again")
     found = load_file(tmp_path / "again" / "model.safetensors")
     for name, value in state.items():
         assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)

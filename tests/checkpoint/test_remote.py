@@ -345,8 +345,7 @@ def test_a_late_save_does_not_spoil_the_one_that_took_its_place(fails: bool, tmp
 
 
 @pytest.mark.parametrize("at", ["model", MANIFEST])
-@pytest.mark.parametrize("to", ["ranks", "consolidated"])
-def test_a_save_that_comes_first_to_where_a_conversion_writes(to: str, at: str, tmp_path: Path) -> None:
+def test_a_save_that_comes_first_to_where_a_conversion_writes(at: str, tmp_path: Path) -> None:
     """A conversion writes to a URL, and a job saves there meanwhile. The conversion took its place without a word."""
     save(tmp_path / "source", model={"w": torch.ones(2)})
     (tmp_path / "bucket").mkdir()
@@ -359,7 +358,7 @@ def test_a_save_that_comes_first_to_where_a_conversion_writes(to: str, at: str, 
 
     Bucket.before_put.append(comes_first)
     with pytest.raises(CheckpointError, match=r"another save has .* there in the meantime"):
-        convert(tmp_path / "source", target, to=to)
+        convert(tmp_path / "source", target)
     found = {"w": torch.zeros(2)}
     load(target, model=found)
     assert found["w"].eq(2).all()
@@ -405,11 +404,11 @@ def test_a_conversion_takes_no_name_of_a_users_file(tmp_path: Path) -> None:
         values.write_bytes(content)
         storage.write_all("memory://hf/model.safetensors", b"theirs")
         with pytest.raises(CheckpointError, match=r"hf: has model.safetensors, which the conversion would write over"):
-            convert(tmp_path / "source", "memory://hf", to="consolidated")
+            convert(tmp_path / "source", "memory://hf")
         assert MemoryFileSystem().cat("/hf/model.safetensors") == b"theirs"
         storage.remove("memory://hf")
     storage.write_all("memory://hf/config.json", b"theirs")
-    convert(tmp_path / "source", "memory://hf", to="consolidated")
+    convert(tmp_path / "source", "memory://hf")
     verify("memory://hf")
 
 
@@ -427,5 +426,5 @@ def test_a_conversion_that_fails_deletes_only_what_it_has_begun(tmp_path: Path) 
 
     Bucket.before_put.append(fails)
     with pytest.raises(OSError, match="no quota"):
-        convert(tmp_path / "source", f"{target}/a", to="consolidated", max_file_bytes=8)
+        convert(tmp_path / "source", f"{target}/a", max_file_bytes=8)
     assert RemoteStorage(target).names(f"{target}/a") == [names[1]]

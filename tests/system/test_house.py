@@ -179,7 +179,6 @@ PUBLIC_UNDERSCORES = frozenset({"_make", "_asdict", "_replace", "_fields", "_exi
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("parameters", "api:fully_shard"): "the eight of torch's FSDP2, whose calls must keep working, and two of ours",
     ("parameters", "checkpoint.saving:save"): "what goes where, and switches that each stand for themselves",
-    ("parameters", "checkpoint.tools.converting:convert"): "the same",
     ("parameters", "checkpoint.loading:load"): "what goes where, and four switches that each stand for themselves",
 }
 

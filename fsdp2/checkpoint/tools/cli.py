@@ -14,7 +14,7 @@ import torch
 from fsdp2.checkpoint.opening import is_checkpoint
 from fsdp2.checkpoint.run.retention import checkpoints, prune
 from fsdp2.checkpoint.storage.base import storage_of
-from fsdp2.checkpoint.tools.converting import LAYOUTS, convert
+from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import describe
 from fsdp2.checkpoint.tools.inspection import verify
 from fsdp2.errors import CorruptError, FSDPError
@@ -82,11 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     one = add("verify", _verify, "read everything and list all damage")
     one.add_argument("folder", metavar="FOLDER", help="a checkpoint, or the folder of a run for all of its")
 
-    one = add("convert", _convert, "rewrite a checkpoint for another number of ranks, layout or format")
+    one = add("convert", _convert, "rewrite a checkpoint as whole tensors, with Hugging Face's index")
     one.add_argument("source", metavar="SOURCE", help="any checkpoint that load() takes")
     one.add_argument("target", metavar="TARGET", help="a folder that is not there yet")
-    one.add_argument("--to", choices=LAYOUTS, default="ranks", help="layout (default: ranks)")
-    one.add_argument("--world", type=int, default=1, metavar="N", help="for how many ranks (default: 1)")
     one.add_argument("--dtype", choices=DTYPES, help="convert the model's floating point tensors")
     one.add_argument("--model-only", action="store_true", help="without optimizer and extra state")
     one.add_argument("--overwrite", action="store_true", help="replace a checkpoint, once the new one is complete")
@@ -144,8 +142,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     dtype = DTYPES[args.dtype] if args.dtype else None
-    options = {"model_only": args.model_only, "overwrite": args.overwrite}
-    _write(convert(args.source, args.target, to=args.to, world=args.world, dtype=dtype, **options))
+    _write(convert(args.source, args.target, dtype=dtype, model_only=args.model_only, overwrite=args.overwrite))
     return OK
 
 
