@@ -17,7 +17,7 @@ from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.schema.tree import decode
 from fsdp2.checkpoint.state.model import State, entry_of, model_state, ranks_of, unwrapped
-from fsdp2.checkpoint.state.optimizer import ALONE, Optimizers, named_optimizers, named_params
+from fsdp2.checkpoint.state.optimizer import Optimizers, named_optimizers, named_params
 from fsdp2.checkpoint.state.optimizer_target import OptimizerTarget, tables_of
 from fsdp2.checkpoint.state.sources import Source, Sources, source_of
 from fsdp2.checkpoint.state.sources import stored as from_stored
@@ -119,30 +119,13 @@ class Matching:
         for name, each in optimizers.items():
             held |= self._ask_optimizer(model if isinstance(model, nn.Module) else None, name, each)
         if optimizers:
-            self._note_unasked({*optimizers}, held)
+            groups = [group for table in self.catalog.values_of("optimizer") for group in table["groups"]]
+            stored = dict.fromkeys(fqn for group in groups for fqn in group["params"])
+            self.unexpected += [f"optimizer state of '{fqn}'" for fqn in sorted(stored) if fqn not in held]
             left = self.catalog.left_out.get("optimizer", {})
             self.unexpected += [f"optimizer '{name}' ({why})" for name, why in left.items()]
         elif isinstance(optimizer, Mapping):
             self._ask("optimizer", optimizer)
-
-    def _note_unasked(self, asked: set[str], held: set[str]) -> None:
-        """Note what is stored for none of several optimizers. A single one takes everything, and notes that itself.
-
-        Args:
-            asked: their names.
-            held: FQNs of their parameters.
-        """
-        if ALONE in asked:
-            return
-        others: set[str] = set()
-        left: set[str] = set()
-        for table in self.catalog.values_of("optimizer"):
-            if ALONE in table["kinds"]:
-                left.update(fqn for group in table["groups"] for fqn in group["params"] if fqn not in held)
-            else:
-                others.update(str(name) for name in table["kinds"] if name not in asked)
-        self.unexpected += [f"optimizer '{name}'" for name in sorted(others)]
-        self.unexpected += [f"optimizer state of '{fqn}'" for fqn in sorted(left)]
 
     def finish(self) -> None:
         """After all needs were filled: load the values that are not tensors, and put allocated tensors in place."""
@@ -267,7 +250,6 @@ class Matching:
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"{self.catalog.path}: the optimizer's values are malformed ({error!r})") from error
         self.missing += target.missing
-        self.unexpected += target.unexpected
         self.mismatches += [target.unfit] if target.unfit else []
         for tensor, entry in target.entries.items():
             self._need(section, from_stored(tensor), entry)

@@ -77,7 +77,6 @@ def test_errors_of_clients_become_os_errors(tmp_path: Path) -> None:
     storage = RemoteStorage(bucket(tmp_path))
     path = storage.join(storage.root, "forbidden")
     calls: list[Callable[[], object]] = [
-        lambda: storage.size(path),
         lambda: storage.write_file(path, 1),
         lambda: storage.write_all(path, b"1"),
         lambda: storage.remove(path),

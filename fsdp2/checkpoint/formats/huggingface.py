@@ -53,7 +53,7 @@ def _entry(storage: Storage, path: str) -> str | None:
 def _located(storage: Storage, path: str, name: str) -> str | None:
     """The path of a file in the folder; None if it does not exist."""
     file = storage.join(path, name)
-    if storage.size(file) is not None:
+    if storage.kind(file) == "file":
         return file
     return _blob(file) if isinstance(storage, LocalStorage) else None
 

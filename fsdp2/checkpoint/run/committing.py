@@ -18,6 +18,7 @@ from fsdp2.checkpoint.run.records import Records
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, body_of
 from fsdp2.checkpoint.storage.base import Storage
+from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.errors import CheckpointError, CorruptError
 
 __all__ = ["commit", "encoded", "index_files", "may_count", "put_in_place"]
@@ -91,7 +92,10 @@ def put_in_place(storage: Storage, work: str, path: str, content: bytes, save_id
     file = storage.join(work, MANIFEST)
     with own_folder(storage, work, path):
         try:
-            storage.write_all(file, content, new=not storage.renames)
+            if isinstance(storage, LocalStorage):
+                storage.write_all(file, content)
+            else:
+                storage.write_all(file, content, new=True)
         except FileExistsError as error:
             # The request may have been sent twice because the answer to the first was lost.
             if id_of(storage, work) != save_id:

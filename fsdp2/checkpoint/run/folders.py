@@ -97,7 +97,7 @@ def old_of(name: str) -> str | None:
 
 def is_complete(storage: Storage, path: str) -> bool:
     """Whether a folder is a checkpoint. Does not check for damage."""
-    return storage.size(storage.join(path, MANIFEST)) is not None
+    return storage.kind(storage.join(path, MANIFEST)) == "file"
 
 
 def is_whole(storage: Storage, path: str) -> bool:

@@ -85,7 +85,6 @@ class OptimizerTarget:
         ranks: the ranks that have the model.
         cast: new state has the dtype of its parameter, as after torch's `load_state_dict`.
         missing: descriptions of what is here but not stored.
-        unexpected: descriptions of what is stored but not here.
         unfit: why the state does not fit this kind of optimizer; "" if it does.
     """
 
@@ -96,7 +95,6 @@ class OptimizerTarget:
     cast: bool = False
     entries: dict[str, Entry] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
     unfit: str = ""
     _states: dict[torch.Tensor, Any] = field(default_factory=dict)
     _options: list[dict[str, Any]] = field(default_factory=list)
@@ -118,7 +116,6 @@ class OptimizerTarget:
         options = {fqn: chosen for groups in saved for params, chosen in groups for fqn in params}
         known = set(self.names.values())
         self.missing = [f"optimizer state of '{fqn}'" for fqn in sorted(known - options.keys())]
-        self.unexpected = [f"optimizer state of '{fqn}'" for fqn in sorted(options.keys() - known)]
         self._fresh = [param for param, fqn in self.names.items() if fqn in options and fqn not in forms]
         for param, fqn in self.names.items():
             if fqn in forms:

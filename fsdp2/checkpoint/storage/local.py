@@ -58,14 +58,6 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def size(self, path: str) -> int | None:
-        """Bytes of a regular file; None if there is none (symbolic links do not count)."""
-        try:
-            status = os.lstat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return status.st_size if stat.S_ISREG(status.st_mode) else None
-
     def sizes(self, folder: str) -> dict[str, int]:
         """Bytes of each regular file in a folder, by name. The folder is listed only once."""
         try:
@@ -98,13 +90,8 @@ class LocalStorage:
         creates."""
         return LocalWriter(path, size, 0 if shared else os.O_TRUNC)
 
-    def write_all(self, path: str, content: bytes, new: bool = False) -> None:
-        """Write a small file atomically and durably.
-
-        Args:
-            new: `FileExistsError` if it exists already. If several write it, only one succeeds (in object stores: if
-                their fsspec package supports that, as those for S3 and Google do).
-        """
+    def write_all(self, path: str, content: bytes) -> None:
+        """Write a small file atomically and durably."""
         part = path + ".part"
         writer = LocalWriter(part, len(content), os.O_TRUNC)
         try:
@@ -115,13 +102,7 @@ class LocalStorage:
             with suppress(OSError):
                 self.remove(part)
             raise
-        if new:
-            try:
-                os.link(part, path)
-            finally:
-                os.unlink(part)
-        else:
-            os.replace(part, path)
+        os.replace(part, path)
         _sync_folder(os.path.dirname(path))
 
     def write_note(self, path: str, content: bytes) -> None:

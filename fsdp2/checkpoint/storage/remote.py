@@ -106,7 +106,7 @@ class RemoteStorage:
         return sorted({posixpath.basename(_name_of(entry)) for entry in self._list(folder)})
 
     def size(self, path: str) -> int | None:
-        """See `LocalStorage`."""
+        """Bytes of a file; None if there is none."""
         entry = self._look(path)
         return int(entry["size"]) if entry is not None and _kind_of(entry) == "file" else None
 
@@ -157,7 +157,12 @@ class RemoteStorage:
         _again(upload)
 
     def write_all(self, path: str, content: bytes, new: bool = False) -> None:
-        """See `LocalStorage`."""
+        """See `LocalStorage`.
+
+        Args:
+            new: `FileExistsError` if it exists already. If several write it, only one succeeds, if their fsspec package
+                supports that (as those for S3 and Google do).
+        """
         if self._whole_files and new and _again(lambda: self._created(path, content)):
             return
         if new and self.kind(path) is not None:
