@@ -15,12 +15,11 @@ from typing import Any, ClassVar
 from urllib.parse import quote, unquote
 
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from fsdp2.checkpoint.storage import remote
 
-__all__ = ["Bucket", "Disk", "bucket"]
+__all__ = ["Bucket", "bucket"]
 
 
 remote.WAITS_S = (0.01, 0.02)  # what fails here fails for good
@@ -155,11 +154,4 @@ class Upload(AbstractBufferedFile):
             Path(self.parts.name).unlink()
 
 
-class Disk(LocalFileSystem):
-    """A file system with folders, as sftp or hdfs have them. (``file://`` itself does not go through fsspec.)"""
-
-    protocol = "disk"
-
-
 fsspec.register_implementation("s3", Bucket, clobber=True)
-fsspec.register_implementation("disk", Disk, clobber=True)

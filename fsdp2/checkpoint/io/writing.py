@@ -73,7 +73,7 @@ def _upload(storage: RemoteStorage, folder: str, file: PlannedFile, moves: Calla
     name = named_by_content(file.name, header) if file.by_content else file.name
     path = storage.join(folder, name)
     if not file.by_content or storage.size(path) != file.size:
-        storage.upload(path, file.size, content)
+        storage.upload(path, content)
     moves()
     return Written(name, file.size, f"{zlib.crc32(header):08x}", sums)
 

@@ -7,18 +7,17 @@ same tests.
 import os
 import re
 
-from fsdp2.checkpoint.storage.local import LocalReader, LocalStorage, LocalWriter
-from fsdp2.checkpoint.storage.remote import RemoteReader, RemoteStorage, RemoteWriter
+from fsdp2.checkpoint.storage.local import LocalReader, LocalStorage
+from fsdp2.checkpoint.storage.remote import RemoteReader, RemoteStorage
 from fsdp2.errors import ArgumentError, CheckpointError, CorruptError
 
-__all__ = ["Folder", "Reader", "Storage", "Writer", "check_file_name", "storage_of"]
+__all__ = ["Folder", "Reader", "Storage", "check_file_name", "storage_of"]
 
 # A folder, as users give it: a local path, or a URL for fsspec.
 Folder = str | os.PathLike[str]
 
 Storage = LocalStorage | RemoteStorage
 Reader = LocalReader | RemoteReader
-Writer = LocalWriter | RemoteWriter
 
 
 def storage_of(folder: Folder) -> tuple[Storage, str]:

@@ -1,17 +1,13 @@
-"""Checkpoints in object stores and on other machines, through fsspec (an optional dependency). Layer: checkpoint.
+"""Checkpoints in object stores, through fsspec (an optional dependency). Layer: checkpoint.
 
-Unlike on a local file system, files are written from the first byte to the last, and folders cannot be renamed. So
-files go to their final folder at once, and the manifest, written last, makes it a checkpoint. There are two kinds of
-storages:
-
-* object stores (`OBJECT_STORES`): one request creates a complete file. Folders are only parts of names.
-* others (``file``, ``sftp``, ``hdfs``, ``smb``, ...): folders must be created, and a file is visible while it is still
-  being written. Small files that must be whole are written under another name and moved.
+Unlike on a local file system, files are written from the first byte to the last, appear complete or not at all, and
+folders are only parts of names, which cannot be renamed. So files go to their final folder at once, and the manifest,
+written last, makes it a checkpoint.
 """
 
 import posixpath
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from errno import EEXIST
@@ -21,10 +17,9 @@ from typing import Any, TypeVar
 
 from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, FSDPError, UnsupportedError
 
-__all__ = ["RemoteReader", "RemoteStorage", "RemoteWriter"]
+__all__ = ["RemoteReader", "RemoteStorage"]
 
-# Protocols whose files appear complete or not at all, and that have no folders. "Making a folder" there could create a
-# bucket, which a save must not do because of a misspelt name.
+# Other protocols show files that are still being written.
 OBJECT_STORES = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a"})
 
 REQUEST_BYTES = 16 << 20  # per read: large enough for throughput, small enough to be held beside its destination
@@ -75,6 +70,8 @@ class RemoteStorage:
         if "::" in url or any(mark in url for mark in "*?["):
             raise ArgumentError(f"{url}: expected a plain URL, without '::', '*', '?' and '['")
         scheme, rest = self._parts(url)
+        if scheme not in OBJECT_STORES:
+            raise UnsupportedError(f"{url}: expected a local folder, or one of {', '.join(sorted(OBJECT_STORES))}")
         self.root = f"{scheme}://{rest}"
         with _errors(url):
             try:
@@ -83,7 +80,6 @@ class RemoteStorage:
                 raise UnsupportedError(f"{url}: fsspec cannot use it: {error}") from error
             except ValueError as error:
                 raise ArgumentError(f"{url}: fsspec cannot use it: {error}") from error
-        self._whole_files = scheme in OBJECT_STORES
 
     def join(self, folder: str, name: str) -> str:
         """See `LocalStorage`."""
@@ -97,9 +93,7 @@ class RemoteStorage:
         return f"{scheme}://{folder}", name
 
     def make_folder(self, folder: str) -> None:
-        """See `LocalStorage`."""
-        if not self._whole_files:
-            self._call(folder, lambda: self._fs.makedirs(self._bare(folder), exist_ok=True))
+        """Nothing to do. (It could make a bucket, which a save must not do because of a misspelt name.)"""
 
     def names(self, folder: str) -> list[str]:
         """See `LocalStorage`."""
@@ -128,31 +122,25 @@ class RemoteStorage:
         times = [changed for entry in (own, *self._list(path)) if (changed := _changed(entry)) is not None]
         return time.time() - max(times) if times else 0.0
 
-    def write_file(self, path: str, size: int) -> "RemoteWriter":
-        """See `LocalStorage`."""
-        with _errors(path):
-            handle = self._fs.open(self._bare(path), "wb")
-        return RemoteWriter(path, size, handle)
-
-    def upload(self, path: str, size: int, content: Callable[[], Iterable[memoryview]]) -> None:
-        """Write a file of `size` bytes, from the first to the last; if a request fails, from the first again.
+    def upload(self, path: str, content: Callable[[], Iterable[memoryview]]) -> None:
+        """Write a file from the first byte to the last; if a request fails, from the first again.
 
         Args:
             content: begins to give the bytes, at each call.
         """
 
         def upload() -> None:
-            writer, at = self.write_file(path, size), 0
-            try:
-                for view in content():
-                    writer.write(at, [view])
-                    at += view.nbytes
-                writer.finish()
-            except BaseException:
-                writer.abandon()
-                if not self._whole_files:
-                    self.remove(path)
-                raise
+            with _errors(path):
+                handle = self._fs.open(self._bare(path), "wb")
+                try:
+                    for view in content():
+                        handle.write(view)
+                    handle.close()
+                except BaseException:
+                    with suppress(Exception):
+                        handle.closed = True  # closing it would upload the part written so far as if it were the file
+                        handle.discard()
+                    raise
 
         _again(upload)
 
@@ -163,17 +151,11 @@ class RemoteStorage:
             new: `FileExistsError` if it exists already. If several write it, only one succeeds, if their fsspec package
                 supports that (as those for S3 and Google do).
         """
-        if self._whole_files and new and _again(lambda: self._created(path, content)):
+        if new and _again(lambda: self._created(path, content)):
             return
         if new and self.kind(path) is not None:
             raise FileExistsError(EEXIST, f"{path}: is there already")
-        if self._whole_files:
-            self._call(path, lambda: self._fs.pipe_file(self._bare(path), content))
-            return
-        part = path + ".part"
-        self.upload(part, len(content), lambda: [memoryview(content)])
-        with _errors(path):
-            self._fs.mv(self._bare(part), self._bare(path))
+        self._call(path, lambda: self._fs.pipe_file(self._bare(path), content))
 
     def write_note(self, path: str, content: bytes) -> None:
         """See `LocalStorage`."""
@@ -255,45 +237,6 @@ class RemoteStorage:
         return scheme, rest.rstrip("/") or rest[:1]
 
 
-class RemoteWriter:
-    """See `LocalWriter`: sequential."""
-
-    def __init__(self, path: str, size: int, handle: Any):
-        self._path = path
-        self._size = size
-        self._handle = handle
-        self._written = 0
-
-    def write(self, offset: int, parts: Sequence[memoryview]) -> None:
-        """See `LocalWriter`."""
-        assert offset == self._written, "written out of order"
-        with _errors(self._path):
-            for part in parts:
-                rest = part
-                while rest.nbytes:
-                    # A raw file may write less than it was given; some others return None.
-                    count = self._handle.write(rest)
-                    rest = rest[rest.nbytes if count is None else count :]
-                self._written += part.nbytes
-
-    def finish(self) -> None:
-        """See `LocalWriter`. In an object store the file appears now."""
-        assert self._written == self._size, "written in part"
-        with _errors(self._path):
-            self._handle.close()
-
-    def abandon(self) -> None:
-        """See `LocalWriter`. Nothing of it appears in an object store."""
-        buffered = import_module("fsspec.spec").AbstractBufferedFile
-        with suppress(Exception):
-            if isinstance(self._handle, buffered):
-                # Closing it would upload the part written so far as if it were the file.
-                self._handle.closed = True
-                self._handle.discard()
-            else:
-                self._handle.close()
-
-
 class RemoteReader:
     """See `LocalReader`. Every read is a separate request for exactly its bytes. Threads share nothing; nothing is
     cached or read ahead."""
@@ -366,8 +309,6 @@ def _name_of(entry: Mapping[str, Any]) -> str:
 
 def _kind_of(entry: Mapping[str, Any]) -> str:
     """See `LocalStorage.kind`."""
-    if entry.get("islink"):
-        return "symbolic link"
     return {"file": "file", "directory": "folder"}.get(entry["type"], "special file")
 
 

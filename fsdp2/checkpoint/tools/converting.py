@@ -205,10 +205,11 @@ def _write(
         begun += [] if file.by_content else [file.name]
         written.append(write_file(storage, work, file))
         begun += [written[-1].name] if file.by_content else []
-    extra = {key: [{**share} for share in shares] for key, shares in (native.extra if native is not None else {}).items()}
-    new_names = dict(zip(extra_files, written, strict=False))
-    for share in (share for shares in extra.values() for share in shares):
-        share["file"] = new_names[share["file"]].name
+    new_names = {old: file.name for old, file in zip(extra_files, written, strict=False)}
+    extra = {
+        key: [{**share, "file": new_names[share["file"]]} for share in shares]
+        for key, shares in (native.extra if native is not None else {}).items()
+    }
     for name, index in indexes.items():
         begun.append(name)
         storage.write_all(storage.join(work, name), index)
