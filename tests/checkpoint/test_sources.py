@@ -216,7 +216,7 @@ def test_the_other_name_of_a_tied_weight(tmp_path: Path) -> None:
     [
         ("no", r"missing in the checkpoint: model 'w' \(made of 'no'\)"),
         (concatenated("a", stored("no").T.narrow(0, 0, 2)), r"missing in the checkpoint: model 'w' \(made of 'no'\)"),
-        (stored("cube").T, r"model 'w': \.T of two dims does not fit what is stored: 'cube' F32 \[4, 3, 2\]"),
+        (stored("cube").T, r"model 'w': transpose\(0, 1\) does not fit what is stored: 'cube' F32 \[4, 3, 2\]"),
         (stored("a").narrow(0, 5, 3), r"model 'w': narrow\(0, 5, 3\) does not fit what is stored: 'a' F32 \[7, 5\]"),
         (stored("a").narrow(-3, 0, 1), r"narrow\(-3, 0, 1\) does not fit what is stored: 'a' F32 \[7, 5\]"),
         (stored("a").narrow(0, -1, 1), r"narrow\(0, -1, 1\) does not fit what is stored: 'a' F32 \[7, 5\]"),

@@ -86,21 +86,15 @@ class InFlight:
             work()
             handle.run(lambda: None)
             return handle
-        claim = threading.Lock()  # taken by the thread when it starts, or by the caller if it could not start one
-
-        def run() -> None:
-            if claim.acquire(blocking=False):
-                handle.run(work)
-
+        # Not a daemon thread: the process waits for it at exit, so the last checkpoint of a run is not lost.
+        thread = threading.Thread(target=handle.run, args=(work,), name="fsdp2-save")
         self._handle = handle
         try:
-            # Not a daemon thread: the process waits for it at exit, so the last checkpoint of a run is not lost.
-            threading.Thread(target=run, name="fsdp2-save").start()
-        except BaseException as error:
-            # No thread available, or Ctrl-C; after Ctrl-C the save may already be running.
-            if claim.acquire(blocking=False):
+            thread.start()
+        except BaseException as error:  # no thread available, or Ctrl-C, after which it may be running
+            if thread.ident is None:
                 self._handle = None
-                abandon(error)
+            abandon(error)
             raise
         return handle
 

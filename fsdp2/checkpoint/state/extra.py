@@ -64,17 +64,11 @@ class RandomState:
     Every rank has its own state. On a different number of ranks the saved states cannot be assigned to ranks: each rank
     is then reseeded from the saved states and its rank, with a warning.
 
-    Args:
-        strict: raise on a different number of ranks instead.
-
     Example::
 
         extra = {"random": fsdp2.checkpoint.RandomState()}
         fsdp2.checkpoint.save(folder, model=model, extra=extra)
     """
-
-    def __init__(self, strict: bool = False):
-        self.strict = strict
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every generator."""
@@ -107,14 +101,8 @@ class RandomState:
             numpy.random.set_state((kind, keys.to(torch.uint32).numpy(), position, has_gauss, cached))
 
     def load_resharded(self, states: Sequence[Any], rank: int, world_size: int) -> None:
-        """Seed all generators from the states and this rank.
-
-        Raises:
-            ArgumentError: `strict`.
-        """
+        """Seed all generators from the states and this rank."""
         message = f"random state of {len(states)} ranks, and now there are {world_size}"
-        if self.strict:
-            raise ArgumentError(f"RandomState: {message}; pass RandomState() without strict to reseed")
         given = (state for state in states if state is not None)  # ranks that saved none have none
         material = b"".join(bytes(state["torch"].tolist()) for state in given) + rank.to_bytes(8, "little")
         # 63 bits: with 32, two of 16,384 ranks would share a seed with a probability of 3 %.

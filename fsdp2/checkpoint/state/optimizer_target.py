@@ -1,6 +1,6 @@
 """The state of optimizers by FQN, as it is loaded; see `optimizer.py`. Layer: checkpoint."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,9 +26,6 @@ __all__ = ["OptimizerTarget", "tables_of"]
 # The stored tensors, by name.
 Stored = Mapping[str, StoredTensorInfo]
 
-# Options that schedulers add to the param groups.
-SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
-
 
 def tables_of(name: str, tables: Sequence[Mapping[str, Any]], params: set[str]) -> list[Mapping[str, Any]]:
     """The parts of the stored tables that belong to one optimizer.
@@ -52,30 +49,6 @@ def tables_of(name: str, tables: Sequence[Mapping[str, Any]], params: set[str]) 
     return found
 
 
-def why_unfit(optimizer: torch.optim.Optimizer, saved: set[str], options: Iterable[Mapping[str, Any]]) -> str:
-    """Why a saved state does not fit the optimizer; "" if it does: by class names, or else by the keys of the options.
-
-    Args:
-        saved: the kinds of the optimizers that saved it; empty if unknown.
-        options: the options of the saved param groups.
-    """
-    own = kinds_of(optimizer)
-    what = f"optimizer state of {', '.join(sorted(saved)) or 'another optimizer'}, and this is {own[0]}"
-    fresh = "Leave optimizer= out to begin with a fresh state."
-    if saved:
-        return "" if saved <= {*own} else f"{what}. {fresh}"
-    for group in options:
-        names, here = {*group} - SCHEDULED, {*optimizer.defaults}
-        # Another version of torch, or the user, may have added options.
-        if names - here.union(*optimizer.param_groups) and here - names:
-            return f"{what}: the saved one has the options {_list(names)}, this one has {_list(here)}. {fresh}"
-    return ""
-
-
-def _list(names: Iterable[object]) -> str:
-    return ", ".join(sorted(str(name)[:80] for name in [*names][:30])) or "nothing"
-
-
 @dataclass
 class OptimizerTarget:
     """An optimizer to be filled. `prepare` determines which tensors are needed, the caller fills them, and `finish`
@@ -85,7 +58,7 @@ class OptimizerTarget:
         ranks: the ranks that have the model.
         cast: new state has the dtype of its parameter, as after torch's `load_state_dict`.
         missing: descriptions of what is here but not stored.
-        unfit: why the state does not fit this kind of optimizer; "" if it does.
+        unfit: why the state does not fit this class of optimizer; "" if it does, or the class is not known.
     """
 
     optimizer: torch.optim.Optimizer
@@ -124,7 +97,10 @@ class OptimizerTarget:
                 if not isinstance(self._states[param], dict):
                     raise CorruptError(f"{what} is not a dict")
         kinds = {kind for table in tables for kind in table["kinds"].values()} - {""}
-        self.unfit = why_unfit(self.optimizer, kinds, [chosen for groups in saved for _, chosen in groups])
+        own = kinds_of(self.optimizer)
+        if not kinds <= {*own}:
+            what = f"optimizer state of {', '.join(sorted(kinds))}, and this is {own[0]}"
+            self.unfit = f"{what}. Leave optimizer= out to begin with a fresh state."
         self._options = [self._options_of(group, options) for group in self.optimizer.param_groups]
         self._ask_empty_groups(saved, known)
 

@@ -67,7 +67,7 @@ class Source(ABC):
     @property
     def T(self) -> "Source":
         """A 2-D tensor transposed: for checkpoints whose linear layers are stored as ``(in, out)``."""
-        return _Transposed((self,))
+        return _Transposed((self,), (0, 1), 2)
 
     def transpose(self, dim0: int, dim1: int) -> "Source":
         """Two dims exchanged, of any number of dims (negative: from the last one)."""
@@ -188,28 +188,22 @@ class _Made(Source):
 
 @dataclass(frozen=True)
 class _Transposed(_Made):
-    """
-    Args:
-        dims: which are exchanged; None for the two that there are.
-    """
-
-    dims: tuple[int, int] | None = None
+    dims: tuple[int, int]
+    ndim: int | None = None  # that it must have
 
     def info(self, tensors: Infos) -> StoredTensorInfo:
         info = self.parts[0].info(tensors)
-        one, other = self.dims or (0, 1)
-        is_2d = self.dims is not None or len(info.shape) == 2
-        if not is_2d or _counted(one, info.shape) is None or _counted(other, info.shape) is None:
-            raise self._unfit(".T of two dims" if self.dims is None else f"transpose{self.dims}", [info])
+        if any(_counted(dim, info.shape) is None for dim in self.dims) or self.ndim not in (None, len(info.shape)):
+            raise self._unfit(f"transpose{self.dims}", [info])
         return StoredTensorInfo(info.dtype, self._exchanged(info.shape))
 
     def wanted(self, target: torch.Tensor, box: Box, tensors: Infos) -> Iterator[Wanted]:
         inner = Box(self._exchanged(box.start), self._exchanged(box.shape))
-        yield from self.parts[0].wanted(target.transpose(*self.dims or (0, 1)), inner, tensors)
+        yield from self.parts[0].wanted(target.transpose(*self.dims), inner, tensors)
 
     def _exchanged(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         result = list(sizes)
-        one, other = self.dims or (0, 1)
+        one, other = self.dims
         result[one], result[other] = result[other], result[one]
         return tuple(result)
 
