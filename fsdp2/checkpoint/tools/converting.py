@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -214,18 +215,10 @@ def _write(
         begun.append(name)
         storage.write_all(storage.join(work, name), index)
         written.append(Written(name, len(index), f"{zlib.crc32(index):08x}", {}))
-    # Values other than tensors stay as they were: one table for each kind of rank. The first table has all tensors.
-    tilings = {
-        section: {name: (dtype, replicated(shape, (0,))) for name, (dtype, shape) in own.items()}
-        for section, own in rows.items()
-    }
-    tables = [table_of(tilings, {section: dict(catalog.aliases.get(section, {})) for section in rows}, {})]
-    for section in rows:
-        tables += [table_of({}, {}, {section: values}) for values in catalog.values_of(section)]
     body = body_of(
         save_id,
         {file.name: [file.size, file.header_crc] for file in written},
-        [{**table, "ranks": [0]} for table in tables],
+        _tables(catalog, rows),
         homes,
         step=catalog.step,
         world=1,
@@ -238,6 +231,19 @@ def _write(
     if any(sizes.get(file.name) != file.size for file in written):
         raise CheckpointError(f"{work}: another save has written there in the meantime; convert to another folder")
     return content
+
+
+def _tables(catalog: Catalog, rows: Rows) -> list[dict[str, Any]]:
+    """What one rank holds. Values other than tensors stay as they were: one table for each kind of rank. The first
+    table has all tensors."""
+    tilings = {
+        section: {name: (dtype, replicated(shape, (0,))) for name, (dtype, shape) in own.items()}
+        for section, own in rows.items()
+    }
+    tables = [table_of(tilings, {section: dict(catalog.aliases.get(section, {})) for section in rows}, {})]
+    for section in rows:
+        tables += [table_of({}, {}, {section: values}) for values in catalog.values_of(section)]
+    return [{**table, "ranks": [0]} for table in tables]
 
 
 def _extra_files(catalog: NativeCatalog, storage: Storage, save_id: str) -> dict[str, PlannedFile]:
