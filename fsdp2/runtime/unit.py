@@ -25,11 +25,8 @@ GATHERED = (Phase.GATHERING, Phase.UNSHARDED)
 
 
 class Role(Protocol):
-    """What a feature changes in a unit for as long as it has its root.
-
-    Attributes:
-        in_order: whether the unit has a place in the order of units, and is prefetched.
-    """
+    """What a feature changes in a unit for as long as it has its root. `in_order`: whether the unit has a place in the
+    order of units, and is prefetched."""
 
     in_order: bool
 
