@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from types import ModuleType
 
 import fsdp2
-from fsdp2 import checkpoint, compat, events, init, optim, parallel, plan, trace
+from fsdp2 import checkpoint, compat, events, init, optim, parallel, plan, trace, transfer
 
 HEAD = """# API reference
 
@@ -37,6 +37,7 @@ def page() -> str:
             table("`fsdp2.init`", [(name, getattr(init, name)) for name in init.__all__ if name != "Mode"]),
             table("`fsdp2.optim`, beside the names of `fsdp2`", [(n, getattr(optim, n)) for n in _only_in(optim)]),
             table("`fsdp2.parallel`", [(name, getattr(parallel, name)) for name in parallel.__all__]),
+            table("`fsdp2.transfer`", [(name, getattr(transfer, name)) for name in transfer.__all__]),
             table("`fsdp2.plan`", [(name, getattr(plan, name)) for name in plan.__all__ if name != "MACHINES"]),
             table("`fsdp2.trace`", [(name, getattr(trace, name)) for name in trace.__all__]),
             table("`fsdp2.compat`", [(name, getattr(compat, name)) for name in compat.__all__]),

@@ -53,6 +53,7 @@ from fsdp2.extras.optional import OptionalPolicy
 from fsdp2.extras.shared_reductions import share_comm_ctx
 from fsdp2.extras.spmd import DataParallelMeshDims
 from fsdp2.extras.tiles import tile
+from fsdp2.extras.weight_sets import WeightSets, weight_sets
 from fsdp2.extras.zero import ZeroPolicy
 from fsdp2.init import allocation as _allocation  # noqa: F401  # memory for units on the meta device
 from fsdp2.mesh import ShardPlacementResult
@@ -65,18 +66,22 @@ from fsdp2.optim import (
     OffloadedOptimizer,
     StepInBackward,
     adopt_optimizer,
+    asleep,
     clip_grad_norm_,
     clip_grads_with_norm_,
     get_total_norm,
     local_optimizer,
     matrix_optimizer,
     offload_optimizer,
+    sleep,
     step_in_backward,
+    wake,
 )
 from fsdp2.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from fsdp2.transfer import Weights, weights
 from fsdp2.watch import exchange as _exchange  # noqa: F401
 from fsdp2.watch.settings import safety
 from fsdp2.wrap import WrapReport, auto_shard, by_class, by_predicate, by_size, transformer_blocks
@@ -109,10 +114,13 @@ __all__ = [
     "StepInBackward",
     "UnshardHandle",
     "UnsupportedError",
+    "WeightSets",
+    "Weights",
     "WrapReport",
     "ZeroPolicy",
     "adopt_optimizer",
     "agree_on_step",
+    "asleep",
     "auto_shard",
     "by_class",
     "by_predicate",
@@ -129,9 +137,13 @@ __all__ = [
     "register_fsdp_forward_method",
     "safety",
     "share_comm_ctx",
+    "sleep",
     "step_in_backward",
     "tile",
     "transformer_blocks",
+    "wake",
+    "weight_sets",
+    "weights",
 ]
 
 if typing.TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from fsdp2.optim import state as _state  # noqa: F401  # checkpoints know these optimizers by it
 from fsdp2.optim.adopt import adopt_optimizer
+from fsdp2.optim.asleep import asleep, sleep, wake
 from fsdp2.optim.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.optim.in_backward import StepInBackward, step_in_backward
 from fsdp2.optim.local import LocalOptimizer, local_optimizer
@@ -16,11 +17,14 @@ __all__ = [
     "OwnedTensor",
     "StepInBackward",
     "adopt_optimizer",
+    "asleep",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "get_total_norm",
     "local_optimizer",
     "matrix_optimizer",
     "offload_optimizer",
+    "sleep",
     "step_in_backward",
+    "wake",
 ]

@@ -84,6 +84,11 @@ class Watchdog:
         return current.failure
 
     @property
+    def last_finding(self) -> str:
+        """What the ranks did when they were asked last; empty if they were not, or did not agree."""
+        return "" if self._before is None else self._before.text
+
+    @property
     def is_alive(self) -> bool:
         """Whether it still watches the present process group."""
         world = self._world()  # None if it was destroyed, and nothing else holds it

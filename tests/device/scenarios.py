@@ -22,6 +22,7 @@ from tests.device import lagging
 from tests.device.ranks import DEVICE, late
 from tests.device.scenarios_of_activations import SCENARIOS_OF_ACTIVATIONS
 from tests.device.scenarios_of_files import SCENARIOS_OF_FILES
+from tests.device.scenarios_of_sleep import SCENARIOS_OF_SLEEP
 from tests.device.steps import ADAM, assert_same, inputs, one_step, shared_folder, values
 from tests.device.training import ALL, FEATURES, Feature, mesh_of, sharded, train
 from tests.helpers.optional_models import POLICIES, VisionLanguage, shard, who_has_images
@@ -389,5 +390,6 @@ SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "gathered": gathered,
     "context parallel": context_parallel,
     "optional units": optional,
+    **SCENARIOS_OF_SLEEP,
 }
 SCENARIOS_ON_FOUR = {"pipelined": pipelined}

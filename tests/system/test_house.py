@@ -46,6 +46,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("compat.*",),
     ("plan.*",),
     ("trace.*",),
+    ("transfer.*",),
     ("checkpoint.*",),
     ("checkpoint.run.*",),
     ("checkpoint.formats.*",),
@@ -65,6 +66,7 @@ LAYERS: list[tuple[str, ...]] = [
         "extras.full_params",
         "extras.joint_step",
         "extras.optional",
+        "extras.weight_sets",
     ),
     ("extras.copying", "extras.custom_comm", "extras.levels", "extras.pipelining", "extras.prediction", "extras.tiles"),
     ("extras.gather_hooks", "extras.gradients", "extras.int8", "extras.kept", "extras.narrow"),
@@ -150,6 +152,7 @@ PUBLIC_PACKAGES = (
     "fsdp2.parallel",
     "fsdp2.plan",
     "fsdp2.trace",
+    "fsdp2.transfer",
 )
 PUBLIC_NAMES = {"fsdp2.events": ["Event", "record"]}
 

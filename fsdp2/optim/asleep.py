@@ -1,0 +1,236 @@
+"""`asleep`: a model's shards, gradients and optimizer state wait in host memory or in files, while others use the
+device. Layer: optim.
+
+::
+
+    awake     | shards | gradients | optimizer state |  on the device
+    asleep    the same tensors, on (page-locked) host memory or mapped files; nothing of the model is on the device
+
+Parameters, gradients and the optimizer stay the same objects; a DTensor gets another local tensor.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import backward_is_running, local_tensor, set_local_tensor, spec_of
+from fsdp2.disk import mapped
+from fsdp2.errors import ArgumentError, OrderError
+from fsdp2.extras.host_memory import host
+from fsdp2.optim.local import LocalOptimizer
+from fsdp2.runtime.bucket import Bucket
+from fsdp2.runtime.extension import is_wrapper
+from fsdp2.runtime.root import units_below
+from fsdp2.runtime.state import Stage
+from fsdp2.runtime.unit import Unit
+
+KINDS = ("weights", "gradients", "optimizer", "buffers")
+_sleeping: "WeakKeyDictionary[nn.Module, list[Callable[[], None]]]" = WeakKeyDictionary()  # what brings each back
+
+
+@contextmanager
+def asleep(
+    model: nn.Module, *optimizers: torch.optim.Optimizer, keep: Sequence[str] = (), folder: str | None = None
+) -> Iterator[None]:
+    """Within this context nothing of the model is on the device. See `sleep`.
+
+    Example::
+
+        with fsdp2.asleep(model, optimizer):
+            engine.generate(...)  # has the memory
+    """
+    sleep(model, *optimizers, keep=keep, folder=folder)
+    try:
+        yield
+    finally:
+        wake(model)
+
+
+def sleep(
+    model: nn.Module, *optimizers: torch.optim.Optimizer, keep: Sequence[str] = (), folder: str | None = None
+) -> None:
+    """Move what the model has on the device to host memory, until `wake`. No communication. Between two steps.
+
+    Parameters, gradients, optimizers and their state stay the same objects. State dicts, checkpoints and
+    `fsdp2.weights` work while it sleeps; a forward, and an optimizer step, raise.
+
+    Args:
+        model: with units of fsdp2; shards that are offloaded stay where they are.
+        optimizers: whose state sleeps too.
+        keep: what stays: some of "weights", "gradients", "optimizer", "buffers".
+        folder: a folder for files that hold what sleeps, in place of page-locked memory.
+
+    Raises:
+        ArgumentError: `keep` has another word.
+        OrderError: it sleeps already; called in forward or backward; or gradients wait to be reduced.
+    """
+    wrong = [each for each in keep if each not in KINDS]
+    if wrong:
+        raise ArgumentError(f"sleep: expected keep to have some of {KINDS}, got {wrong[0]!r}")
+    units = units_below(model)
+    _check(model, units)
+    place = partial(_in_files, folder) if folder is not None else _in_host_memory
+    back: list[Callable[[], None]] = []
+    for unit in units:
+        unit.reshard_all()
+        for group in unit.groups:
+            if "weights" not in keep:
+                back.append(_put_shards(group, place))
+            if "gradients" not in keep:
+                grads = [param.sharded.grad for param in group.params if param.sharded.grad is not None]
+                back += [_put_tensor(grad, place) for grad in grads]
+        if unit.step is not None:
+            unit.step.memory.free_all()
+    if "optimizer" not in keep:
+        for optimizer in optimizers:
+            if isinstance(optimizer, LocalOptimizer):
+                optimizer.taken = []  # they lie on the memory that the state leaves
+            back += [_put_state(state, place) for state in optimizer.state.values()]
+            refuse = optimizer.register_step_pre_hook(_refuse_step)
+            back.append(refuse.remove)
+    if "buffers" not in keep:
+        managed = {id(param.sharded) for unit in units for param in unit.params}
+        own = [each for each in (*model.buffers(), *model.parameters()) if id(each) not in managed]
+        back += [_put_tensor(each, place) for each in own]
+    _sleeping[model] = back
+
+
+def wake(model: nn.Module) -> None:
+    """Move back what `sleep` has moved. No communication. The host does not wait for the copies: they are issued on the
+    current stream, and what is issued next there finds the values.
+
+    Raises:
+        OrderError: the model does not sleep.
+    """
+    if model not in _sleeping:
+        raise OrderError("wake: this model does not sleep; call fsdp2.sleep(model) first")
+    for each in _sleeping.pop(model):
+        each()
+
+
+def _check(model: nn.Module, units: Sequence[Unit]) -> None:
+    if model in _sleeping:
+        raise OrderError("sleep: this model sleeps already; call fsdp2.wake(model) first")
+    for unit in units:
+        in_forward = unit.step is not None and unit.step.order is not None
+        if in_forward or backward_is_running() or unit.state.stage is not Stage.IDLE:
+            raise OrderError(f"sleep: unit '{unit.name}' is in a forward or backward; call it between two steps")
+        for group in unit.groups:
+            waiting = [p.fqn for p in group.params if p.unsharded is not None and p.unsharded.grad is not None]
+            if waiting or group.gradients.partials:
+                raise OrderError(
+                    f"sleep: gradients of unit '{unit.name}' wait to be reduced: {waiting or 'over the replicas'}. Run "
+                    "the last backward of the step first."
+                )
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Memory for a copy of it; None if it is there already."""
+    if tensor.device == host() or tensor.is_meta:
+        return None
+    return torch.empty_like(tensor, device=host(), pin_memory=tensor.device.type != "cpu")
+
+
+def _in_files(folder: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    if tensor.is_meta or mapped.file_of(tensor) is not None or not tensor.is_contiguous():
+        return None
+    return mapped.zeros(tensor.numel(), tensor.dtype, (folder,)).view(tensor.shape)
+
+
+_Place = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+def _put_shards(group: Bucket, place: _Place) -> Callable[[], None]:
+    """Let the shards of a group sleep."""
+    moved: list[tuple[Any, torch.Tensor]] = []
+    with torch.inference_mode(False), torch.no_grad():
+        for param in group.params:
+            if (
+                param.at_rest is None
+                or is_wrapper(local_tensor(param.sharded))
+                or param.flat.device != group.roles.device
+            ):
+                continue
+            new = place(param.flat)
+            if new is not None:
+                moved.append((param, new.copy_(param.flat)))
+        _give(group, moved)
+    refuse = partial(_refuse_gather, group)
+    group.changing.append(refuse)
+    return partial(_wake_shards, group, moved, refuse)
+
+
+def _give(group: Bucket, moved: Sequence[tuple[Any, torch.Tensor]]) -> None:
+    """Let the parameters have these flat tensors, and nothing those before."""
+    for param, flat in moved:
+        param.flat = flat
+        set_local_tensor(param.sharded, param.geometry.local_view(flat), param.plan.specs.sharded(flat.dtype))
+    group.refresh()
+    group.channel_changed()
+
+
+def _wake_shards(group: Bucket, moved: Sequence[tuple[Any, torch.Tensor]], refuse: Any) -> None:
+    group.changing.remove(refuse)
+    with torch.inference_mode(False), torch.no_grad():
+        back = []
+        for param, host_flat in moved:
+            flat = torch.empty_like(host_flat, device=group.roles.device)
+            back.append((param, flat.copy_(host_flat, non_blocking=host_flat.is_pinned())))
+        _give(group, back)
+    group.lay_together()
+
+
+def _refuse_gather(group: Bucket, is_gather: bool) -> None:
+    if is_gather:
+        raise OrderError(f"unit '{group.channel.fqn or '(root)'}' sleeps: call fsdp2.wake(model) before a forward")
+
+
+def _refuse_step(*_: object) -> None:
+    raise OrderError("the optimizer's state sleeps: call fsdp2.wake(model) before a step")
+
+
+def _put_tensor(tensor: torch.Tensor, place: _Place) -> Callable[[], None]:
+    """Let a gradient, a buffer or another tensor sleep."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    new = None if is_wrapper(local) else place(local.detach())
+    if new is None:
+        return _nothing
+    device = local.device
+    _replace(tensor, new.copy_(local.detach()))
+    return partial(_wake_tensor, tensor, device)
+
+
+def _replace(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        set_local_tensor(tensor, local, spec_of(tensor))
+    else:
+        tensor.data = local
+
+
+def _wake_tensor(tensor: torch.Tensor, device: torch.device) -> None:
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    _replace(tensor, local.to(device, non_blocking=local.is_pinned(), copy=mapped.file_of(local) is not None))
+
+
+def _put_state(state: dict[Any, Any], place: _Place) -> Callable[[], None]:
+    """Let the state of one parameter sleep. Counters on the CPU stay."""
+    tensors = [each for each in state.values() if isinstance(each, torch.Tensor) and each.ndim]
+    return partial(_each, [_put_tensor(each, place) for each in tensors])
+
+
+def _each(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def _nothing() -> None:
+    """It was not moved."""

@@ -1,0 +1,82 @@
+"""Parts of tensors: what each rank holds, and what of it a consumer wants. No communication. Layer: transfer."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fsdp2.errors import ArgumentError
+from fsdp2.placement.box import Box, whole
+from fsdp2.transfer.items import Item
+
+
+class Place(NamedTuple):
+    """What a rank holds of a tensor: the elements ``start[d] <= index[d] < start[d] + local_shape[d]`` of the whole.
+
+    Attributes:
+        shape: of the whole tensor.
+        rank: the global rank that holds it.
+        is_primary: it is the first of the ranks that hold the same, so it alone need send it.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    rank: int
+    is_primary: bool
+
+
+class Wanted(NamedTuple):
+    """A slice of a whole tensor that a consumer wants. `consumer`: who, as the caller counts them."""
+
+    name: str
+    consumer: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """A part of a wanted slice.
+
+    Attributes:
+        start: where it begins in the wanted slice.
+        tensor: the values, a view of this rank's shard where that has the dtype.
+        wanted: which of the wanted slices, by its index.
+    """
+
+    name: str
+    consumer: int
+    start: tuple[int, ...]
+    tensor: torch.Tensor
+    wanted: int
+
+
+def boxes_of(items: Iterable[Item], rank: int) -> list[Place]:
+    """See `Weights.boxes`."""
+    found = []
+    for item in items:
+        box = item.tiling.box_of(rank)
+        if box is not None:
+            name, dtype, shape = item.meta
+            found.append(Place(name, dtype, shape, box.start, box.shape, rank, item.tiling.owns(rank)))
+    return found
+
+
+def box_of(wanted: Wanted) -> Box:
+    """Its box in the whole tensor."""
+    return Box(tuple(wanted.start), tuple(wanted.shape))
+
+
+def parts_for(wanted: Sequence[Wanted], items: Mapping[str, Item], rank: int) -> Iterator[tuple[Wanted, int, Box, Box]]:
+    """What `rank` sends: the wanted slice, its index, the box that the rank holds, and the common part."""
+    for index, each in enumerate(wanted):
+        tiling, box = items[each.name].tiling, box_of(each)
+        outside = len(each.start) != len(tiling.shape) or len(each.shape) != len(tiling.shape)
+        if outside or box.intersect(whole(tiling.shape)) != box:
+            raise ArgumentError(f"send_boxes: {each} is not within '{each.name}', which has shape {tiling.shape}")
+        for owner, own in tiling.owners(box):
+            common = own.intersect(box)
+            if owner == rank and common is not None:
+                yield each, index, own, common

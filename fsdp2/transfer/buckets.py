@@ -1,0 +1,243 @@
+"""`Pass`: whole tensors in buckets, gathered straight from the shards. Layer: transfer.
+
+On 2 ranks, a bucket with a weight ``[w0|w1]``, a bias ``[b0|b1]`` and a buffer ``s`` that all ranks have::
+
+    sent      rank 0  [head w0 b0]        rank 1  [head w1 b1]      cast to the dtype of the wire
+    received  [head w0 b0 | head w1 b1]                             one collective
+    bucket    [w0 w1 | b0 b1 | s]                                   one flat buffer, tensors at aligned offsets
+
+The head says which pass and bucket it is, and whether the rank goes on. A rank that leaves a pass sends heads alone, as
+often as others have asked for its parts, so that they get an error and not a wait without end.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+
+from fsdp2._torch import foreach_copy
+from fsdp2.errors import OrderError
+from fsdp2.placement.box import Box
+from fsdp2.transfer.items import Item, holders
+from fsdp2.transfer.route import Flight, Route, aligned
+
+HEAD = 32  # four int64: pass, bucket, whether the rank leaves, and one that is free
+
+
+class Placed(NamedTuple):
+    """Where a tensor is in a bucket. `offset`: in bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Bucket:
+    """Several whole tensors in one flat buffer. It is valid until the next one is asked for.
+
+    Attributes:
+        flat: the buffer, 1-D, bytes; empty on ranks that get nothing (`to="first"`).
+        tensors: (name, dtype, shape, offset in bytes) of each.
+    """
+
+    def __init__(self, flat: torch.Tensor, tensors: tuple[Placed, ...]):
+        self.flat = flat
+        self.tensors = tensors
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) pairs, views of the buffer."""
+        if self.flat.numel() or not any(map(_nbytes, self.tensors)):
+            for each in self.tensors:
+                yield each.name, view_of(self.flat, each.offset, each.dtype, each.shape)
+
+
+def _nbytes(placed: Placed) -> int:
+    return torch.Size(placed.shape).numel() * placed.dtype.itemsize
+
+
+def view_of(flat: torch.Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor on the bytes from `offset`."""
+    numel = torch.Size(shape).numel()
+    return flat[offset : offset + numel * dtype.itemsize].view(dtype).view(tuple(shape))
+
+
+class _Plan(NamedTuple):
+    """A bucket before it is sent.
+
+    Attributes:
+        indices: of its items.
+        parts: of each rank: (index of the item, its box, where it begins in what the rank sends).
+        sizes: what each rank sends, in bytes; empty if nobody sends.
+    """
+
+    number: int
+    indices: range
+    tensors: tuple[Placed, ...]
+    nbytes: int
+    parts: list[list[tuple[int, Box, int]]]
+    sizes: list[int]
+
+
+def plan_buckets(items: Sequence[Item], ranks: tuple[int, ...], bucket_bytes: int) -> list[_Plan]:
+    """The same on all ranks."""
+    plans: list[_Plan] = []
+    start, total = 0, 0
+    for index, item in enumerate(items):
+        if index > start and total + item.nbytes > bucket_bytes:
+            plans.append(_plan(len(plans), items, range(start, index), ranks))
+            start, total = index, 0
+        total += item.nbytes
+    if items:
+        plans.append(_plan(len(plans), items, range(start, len(items)), ranks))
+    return plans
+
+
+def _plan(number: int, items: Sequence[Item], indices: range, ranks: tuple[int, ...]) -> _Plan:
+    tensors, end = [], 0
+    parts: list[list[tuple[int, Box, int]]] = [[] for _ in ranks]
+    sizes = [HEAD] * len(ranks)
+    for index in indices:
+        item = items[index]
+        tensors.append(Placed(*item.meta, end))
+        end += aligned(item.nbytes)
+        for rank, box in holders(item.tiling, ranks) if item.tiling.cuts else ():
+            parts[rank].append((index, box, sizes[rank]))
+            sizes[rank] += aligned(box.numel * item.meta.dtype.itemsize)
+    is_sent = len(ranks) > 1 and any(parts)
+    return _Plan(number, indices, tuple(tensors), end, parts, sizes if is_sent else [])
+
+
+class Pass:
+    """One pass over the tensors.
+
+    Args:
+        local: what this rank holds of each item.
+        version: of the pass.
+
+    Attributes:
+        checksum: of what has arrived so far.
+    """
+
+    def __init__(self, items: Sequence[Item], local: Sequence[torch.Tensor], route: Route, version: int):
+        self.checksum = 0
+        self._items = items
+        self._local = local
+        self._route = route
+        self._version = version
+
+    def buckets(
+        self, bucket_bytes: int, lookahead: int, first_only: bool, device: torch.device | str | None
+    ) -> Iterator[Bucket]:
+        """See `Weights.full`."""
+        plans = plan_buckets(self._items, self._route.ranks, bucket_bytes)
+        if first_only and not self._route.has_first:
+            plans = [plan._replace(sizes=[]) for plan in plans]
+        todo = iter([plan for plan in plans if plan.sizes])
+        flights: deque[_Sent] = deque()
+        is_here = not first_only or (self._route.me == 0 and self._route.has_first)
+        nbytes = max((plan.nbytes for plan in plans), default=0) if is_here else 0
+        flat = torch.zeros(nbytes, dtype=torch.uint8, device=self._route.device)  # also what lies between tensors
+        is_over = False
+        try:
+            for plan in plans:
+                self._send(flights, islice(todo, lookahead - len(flights)), first_only)
+                here = flat[: plan.nbytes]
+                if is_here:
+                    self._copy_own(plan, here)
+                if plan.sizes:
+                    self._arrive(flights.popleft(), here)
+                    self._send(flights, islice(todo, lookahead - len(flights)), first_only)
+                if is_here:
+                    self.checksum = _checksum(here, self.checksum)
+                yield Bucket(here if device is None else here.to(device), plan.tensors)
+            is_over = True
+        except _Left as left:
+            is_over = True
+            self._end(flights, todo if first_only else iter(()), first_only)
+            raise OrderError(str(left)) from None
+        finally:
+            if not is_over:  # the consumer of this rank has raised, or stops
+                self._end(flights, todo if first_only else islice(todo, lookahead), first_only)
+
+    def _send(self, flights: "deque[_Sent]", plans: Iterable[_Plan], first_only: bool) -> None:
+        for plan in plans:
+            flights.append(_Sent(plan, self._start(plan, first_only)))
+
+    @torch.no_grad()
+    def _start(self, plan: _Plan, first_only: bool, leaves: bool = False) -> Flight:
+        """Send this rank's parts of a bucket, and ask for those of the others."""
+        flight = self._route.flight(plan.sizes, first_only)
+        flight.own[:HEAD].view(torch.int64).copy_(torch.tensor([self._version, plan.number, leaves, 0]))
+        into, of = [], []
+        for index, box, at in () if leaves else plan.parts[self._route.me]:
+            into.append(view_of(flight.own, at, self._items[index].meta.dtype, box.shape))
+            of.append(self._local[index])
+        foreach_copy(into, of)
+        return flight.start()
+
+    @torch.no_grad()
+    def _arrive(self, sent: "_Sent", flat: torch.Tensor) -> None:
+        """Wait for a bucket, and put its tensors together."""
+        plan, flight = sent
+        flight.wait(f"weights: bucket {plan.number} ('{plan.tensors[0].name}' to '{plan.tensors[-1].name}')")
+        if not flight.rows:
+            return
+        self._check(plan, torch.stack([row[:HEAD].view(torch.int64) for row in flight.rows]).tolist())
+        into, of = [], []
+        for row, parts in zip(flight.rows, plan.parts, strict=True):
+            for index, box, at in parts:
+                placed = plan.tensors[index - plan.indices.start]
+                into.append(view_of(flat, placed.offset, placed.dtype, placed.shape)[box.slices()])
+                of.append(view_of(row, at, placed.dtype, box.shape))
+        foreach_copy(into, of)
+
+    def _check(self, plan: _Plan, heads: list[list[int]]) -> None:
+        for rank, (version, number, leaves, _) in zip(self._route.ranks, heads, strict=True):
+            if leaves:
+                raise _Left(
+                    f"weights: rank {rank} has left pass {version} before bucket {plan.number} "
+                    f"('{plan.tensors[0].name}'). Every rank must iterate to the end; did its consumer raise?"
+                )
+            if (version, number) != (self._version, plan.number):
+                raise OrderError(
+                    f"weights: rank {rank} is in bucket {number} of pass {version}, this one in bucket {plan.number} "
+                    f"of pass {self._version}. All ranks must make the same passes of the same plan."
+                )
+
+    @torch.no_grad()
+    def _copy_own(self, plan: _Plan, flat: torch.Tensor) -> None:
+        """The tensors that this rank has whole."""
+        into, of = [], []
+        for index, placed in zip(plan.indices, plan.tensors, strict=True):
+            if len(self._route.ranks) == 1 or not self._items[index].tiling.cuts:
+                into.append(view_of(flat, placed.offset, placed.dtype, placed.shape))
+                of.append(self._local[index])
+        foreach_copy(into, of)
+
+    def _end(self, flights: "deque[_Sent]", to_leave: Iterable[_Plan], first_only: bool) -> None:
+        """Wait for what is under way, and tell the others in the buckets for which they will wait."""
+        for sent in flights:
+            sent.flight.wait("weights: the end of a pass that was left")
+        for plan in to_leave:
+            self._start(plan, first_only, leaves=True).wait("weights: the end of a pass that was left")
+
+
+class _Sent(NamedTuple):
+    plan: _Plan
+    flight: Flight
+
+
+class _Left(Exception):
+    """Another rank has left the pass."""
+
+
+def _checksum(flat: torch.Tensor, before: int) -> int:
+    """Of whole buckets, in parts: each word is weighted by its place."""
+    found = before
+    for part in flat[: flat.numel() // 8 * 8].view(torch.int64).split(1 << 17):
+        places = torch.arange(1, 2 * part.numel(), 2, device=flat.device)
+        found = (found * 31 + int((part * places).sum().item())) % 2**64
+    return found

@@ -1,0 +1,156 @@
+"""What has changed since a snapshot, bit for bit: found on the shards, sent as positions and values. Layer: transfer.
+
+On 2 ranks, for a weight of 4 rows of 3 of which rank 0 holds two::
+
+    snapshot  rank 0  [[1 2 3] [4 5 6]]      now  [[1 2 9] [4 5 6]]     1 change, at position 2 of the whole
+              rank 1  [[7 8 9] [0 1 2]]           [[7 8 9] [0 1 7]]     1 change, at position 11
+    change    indices [2 11], values [9 7]
+
+One collective tells how many changes each rank has of each tensor. Then each brings the changes of several tensors,
+of about `BYTES` together.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fsdp2.errors import ArgumentError
+from fsdp2.layout import strides
+from fsdp2.transfer.buckets import view_of
+from fsdp2.transfer.items import Item, holders
+from fsdp2.transfer.route import Route, aligned
+
+BYTES = 64 << 20
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Found = tuple[torch.Tensor, torch.Tensor]  # positions in the whole tensor, and values
+
+
+class Snapshot:
+    """The shards of a rank at some time, in the dtypes in which they travel. `nbytes`: how much memory it takes."""
+
+    def __init__(self, values: list[torch.Tensor]):
+        self.values = values
+
+    @property
+    def nbytes(self) -> int:
+        """Of all values."""
+        return sum(each.nbytes for each in self.values)
+
+
+class Change(NamedTuple):
+    """What differs in one tensor. `indices`: positions in the whole tensor of `shape`, read row by row, ascending."""
+
+    name: str
+    indices: torch.Tensor
+    values: torch.Tensor
+    shape: tuple[int, ...]
+
+
+@torch.no_grad()
+def changes_since(
+    items: Sequence[Item], local: Sequence[torch.Tensor], since: Snapshot, route: Route
+) -> Iterator[Change]:
+    """See `Weights.changes`."""
+    if [each.shape for each in since.values] != [each.shape for each in local]:
+        raise ArgumentError("changes: the snapshot is of another plan or another model")
+    own: list[Found] = []
+    for item, new, old in zip(items, local, since.values, strict=True):
+        own.append(_changed(item, new, old, route))
+        old.copy_(new)
+    counts = _all_counts([where.numel() for where, _ in own], route)
+    start = 0
+    while start < len(items):
+        end, total = start, 0
+        while end < len(items) and (end == start or total + _nbytes(items[end], counts, end) <= BYTES):
+            total += _nbytes(items[end], counts, end)
+            end += 1
+        yield from _exchanged(items, own, counts, range(start, end), route)
+        start = end
+
+
+def _changed(item: Item, new: torch.Tensor, old: torch.Tensor, route: Route) -> Found:
+    """Those of this rank's part; none if another rank tells them."""
+    index = _index_dtype(item)
+    gives = not item.tiling.cuts or route.me in [rank for rank, _ in holders(item.tiling, route.ranks)]
+    if not gives or not new.numel():
+        return torch.empty(0, dtype=index, device=route.device), new.new_empty(0, device=route.device)
+    new = new.contiguous()
+    where = (_words(new) != _words(old.contiguous())).any(1).nonzero().view(-1)
+    values = new.view(-1)[where].to(route.device)
+    box = item.tiling.box_of(route.ranks[route.me])
+    assert box is not None
+    places = torch.zeros_like(where)
+    for size, first, step in zip(
+        reversed(box.shape), reversed(box.start), reversed(strides(item.meta.shape)), strict=True
+    ):
+        places += (where % size + first) * step
+        where = where // size
+    return places.to(route.device, index), values
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bits, one row for each element."""
+    flat = tensor.view(-1)
+    return flat.view(_WORDS.get(flat.itemsize, torch.int64)).view(flat.numel(), -1)
+
+
+def _index_dtype(item: Item) -> torch.dtype:
+    return torch.int32 if torch.Size(item.meta.shape).numel() <= 2**31 else torch.int64
+
+
+def _all_counts(own: list[int], route: Route) -> list[list[int]]:
+    """How many changes each rank has of each tensor."""
+    if route.group is None:
+        return [own]
+    flight = route.flight([8 * len(own)] * len(route.ranks))
+    flight.own.view(torch.int64).copy_(torch.tensor(own))
+    flight.start().wait("weights: the numbers of changes")
+    counts: list[list[int]] = torch.stack([row.view(torch.int64) for row in flight.rows]).tolist()
+    return counts
+
+
+def _nbytes(item: Item, counts: list[list[int]], index: int) -> int:
+    return sum(each[index] for each in counts) * (_index_dtype(item).itemsize + item.meta.dtype.itemsize)
+
+
+def _exchanged(
+    items: Sequence[Item], own: Sequence[Found], counts: list[list[int]], indices: range, route: Route
+) -> Iterator[Change]:
+    """The changes of these tensors on all ranks."""
+    cut = [index for index in indices if items[index].tiling.cuts]
+    places: list[dict[int, tuple[int, int]]] = []  # of each rank: where positions and values of a tensor begin
+    sizes = []
+    for count in counts:
+        at, end = {}, 0
+        for index in cut:
+            values = aligned(end + count[index] * _index_dtype(items[index]).itemsize)
+            at[index] = end, values
+            end = aligned(values + count[index] * items[index].meta.dtype.itemsize)
+        places.append(at)
+        sizes.append(end)
+    rows: list[torch.Tensor] = []
+    if route.group is not None and any(sizes):
+        flight = route.flight(sizes)
+        for index in cut:
+            for tensor, start in zip(own[index], places[route.me][index], strict=True):
+                view_of(flight.own, start, tensor.dtype, tensor.shape).copy_(tensor)
+        flight.start().wait(f"weights: the changes of '{items[indices[0]].key}' to '{items[indices[-1]].key}'")
+        rows = flight.rows
+    for index in indices:
+        name, dtype, shape = items[index].meta
+        found = [own[index]]
+        if index in cut and rows:
+            found = [
+                (
+                    view_of(row, at[index][0], _index_dtype(items[index]), (count[index],)),
+                    view_of(row, at[index][1], dtype, (count[index],)),
+                )
+                for row, at, count in zip(rows, places, counts, strict=True)
+                if count[index]
+            ]
+        if found:
+            positions = torch.cat([each for each, _ in found])
+            order = positions.argsort()
+            if order.numel():
+                yield Change(name, positions[order], torch.cat([each for _, each in found])[order], shape)

@@ -1,0 +1,33 @@
+"""An end for waits that a slow rank would make long. Layer: transfer."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fsdp2.watch.watchdog import Watchdog, watchdog
+
+
+@contextmanager
+def patience(seconds: float, what: str) -> Iterator[None]:
+    """If the block takes longer, end all communication of this process with a `CollectiveError` that says what the
+    other ranks do. (Where there is no watchdog, the timeout of the process group does, without saying it.)"""
+    dog = watchdog()
+    if dog is None:
+        yield
+        return
+    timer = threading.Timer(seconds, _give_up, (dog, seconds, what))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _give_up(dog: Watchdog, seconds: float, what: str) -> None:
+    before, deadline = dog.num_rounds, time.monotonic() + 5
+    dog.ask()
+    while dog.num_rounds <= before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    dog.fail(f"{what}: waited for {seconds:.0f} s for a rank whose consumer is slow. {dog.last_finding}")

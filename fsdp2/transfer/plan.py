@@ -1,0 +1,254 @@
+"""`Weights`: what will be published of a model, under which names and in which dtypes. Layer: transfer, top."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2.errors import ArgumentError, OrderError
+from fsdp2.transfer import boxes
+from fsdp2.transfer.boxes import Part, Place, Wanted
+from fsdp2.transfer.buckets import Bucket, Pass
+from fsdp2.transfer.changes import Change, Snapshot, changes_since
+from fsdp2.transfer.items import Item, Meta
+from fsdp2.transfer.route import Route
+
+if TYPE_CHECKING:
+    from fsdp2.checkpoint.ranks.world import Entry
+
+Names: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
+Dtypes: TypeAlias = torch.dtype | Callable[[str, torch.dtype], torch.dtype | None]
+
+BUCKET_BYTES = 256 << 20
+
+
+def weights(
+    model: nn.Module,
+    names: Names | None = None,
+    dtype: Dtypes | None = None,
+    *,
+    buffers: bool = True,
+    only: Callable[[str], bool] | None = None,
+    patience_s: float = 60.0,
+) -> "Weights":
+    """A plan of what `model` publishes: its parameters and persistent buffers, tied ones once. No communication; all
+    ranks that share parameters must make the same plan.
+
+    The model may be sharded by fsdp2, by torch's own `fully_shard`, over any mesh, or not at all. Its parameters are
+    read when a pass begins, so one plan serves for the whole training.
+
+    Args:
+        model: sharded or not. Names are those of its state dict, without the segments that wrappers add.
+        names: the published name of each, by a mapping or a function; None as a name leaves the tensor out. What a
+            mapping lacks keeps its name.
+        dtype: of floating-point tensors when they travel; or a function of (published name, dtype), which returns None
+            for a tensor that stays as it is. They are cast before they are sent.
+        buffers: False leaves buffers out.
+        only: called with each published name.
+        patience_s: how long a pass waits for a rank whose consumer is slow, before that is an error on all ranks.
+
+    Raises:
+        ArgumentError: two tensors get the same published name; or a tensor that cannot be published (sparse).
+
+    Example::
+
+        plan = fsdp2.weights(model, dtype=torch.bfloat16)
+        for name, tensor in plan:  # on every rank
+            if dist.get_rank() == 0:
+                engine.load(name, tensor)
+    """
+    return Weights(model, names, dtype, buffers, only, patience_s)
+
+
+class Weights:
+    """What a model publishes; see `weights`. It can be iterated any number of times: each pass gives (name, whole
+    tensor) pairs in the order of `metadata`. Collective: every rank iterates, to the end.
+
+    Attributes:
+        version: the number of passes that have begun.
+        checksum: of the last whole pass, equal on all ranks that got the same bytes; None before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Names | None,
+        dtype: Dtypes | None,
+        buffers: bool,
+        only: Callable[[str], bool] | None,
+        patience_s: float,
+    ):
+        # Checkpoints are loaded on demand.
+        self._state = import_module("fsdp2.checkpoint.state.model")
+        self._model = self._state.unwrapped(model)
+        ranks = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world = import_module("fsdp2.checkpoint.ranks.world").World(self._rank, ranks)
+        self._items: dict[str, Item] = {}
+        self.patience_s = patience_s
+        self.version = 0
+        self.checksum: int | None = None
+        for entry in self._entries().values():
+            name = _published(entry.name, names)
+            if name is None or not (buffers or isinstance(entry.outside, nn.Parameter)):
+                continue
+            if only is not None and not only(name):
+                continue
+            if name in self._items:
+                raise ArgumentError(f"weights: '{self._items[name].key}' and '{entry.name}' would both be '{name}'")
+            meta = Meta(name, _wire(name, entry.local.dtype, dtype), entry.tiling.shape)
+            self._items[name] = Item(meta, entry.name, entry.tiling)
+
+    def _entries(self) -> "Mapping[str, Entry]":
+        entries: Mapping[str, Entry] = self._state.model_state(self._model, self._world).entries
+        return entries
+
+    def metadata(self) -> list[Meta]:
+        """(name, dtype, shape) of each tensor that a pass gives, in its order. No communication."""
+        return [item.meta for item in self._items.values()]
+
+    def local(self, name: str) -> torch.Tensor:
+        """What this rank holds of a tensor, in the dtype in which it travels: a view, unless that is another one. Its
+        place is in `boxes`. No communication."""
+        return self._locals([self._item(name)])[0]
+
+    def _item(self, name: str) -> Item:
+        if name not in self._items:
+            raise ArgumentError(f"weights: the plan has no '{name}'; it has {[*self._items][:5]} and others")
+        return self._items[name]
+
+    def _locals(self, items: Sequence[Item], cast: bool = True) -> list[torch.Tensor]:
+        """The local tensors of now.
+
+        Raises:
+            OrderError: the model has other tensors than when the plan was made.
+        """
+        entries, found = self._entries(), []
+        for item in items:
+            entry = entries.get(item.key)
+            if entry is None or entry.tiling != item.tiling:
+                what = "is gone" if entry is None else f"is cut otherwise: {entry.tiling.cuts} of {entry.tiling.shape}"
+                raise OrderError(
+                    f"weights: '{item.key}' {what}. The model was changed since the plan; make another one."
+                )
+            found.append(entry.local.to(item.meta.dtype) if cast else entry.local)
+        return found
+
+    # --- whole tensors -----------------------------------------------------------------------------------------------
+
+    def full(
+        self,
+        bucket_bytes: int = BUCKET_BYTES,
+        lookahead: int = 2,
+        to: Literal["all", "first"] = "all",
+        device: torch.device | str | None = None,
+    ) -> Iterator[Bucket]:
+        """One pass: whole tensors in buckets of about `bucket_bytes`. Collective over all ranks that hold parts: each
+        iterates to the end, with the same arguments. One collective a bucket.
+
+        A bucket has arrived on this rank before it is given, and those ahead of it have been asked for. So a rank whose
+        consumer is slow delays the others, but no two ranks wait for each other.
+
+        Args:
+            bucket_bytes: the size of a bucket; a larger tensor has one of its own.
+            lookahead: how many buckets are under way while the consumer has one; at least 1. This rank needs memory
+                for ``lookahead + 1`` buckets.
+            to: "first" sends everything to the first rank only; the others get buckets without memory.
+            device: where the buckets lie; None: where they arrive.
+
+        Raises:
+            OrderError: another rank left the pass; or the model was changed since the plan.
+            CollectiveError: another rank died, or its consumer was slower than `patience_s`.
+
+        Example::
+
+            for bucket in plan.full(bucket_bytes=1 << 28):
+                send(bucket.flat, [(t.name, t.dtype, t.shape, t.offset) for t in bucket.tensors])
+        """
+        if to not in ("all", "first"):
+            raise ArgumentError(f"full: expected to='all' or 'first', got {to!r}")
+        if bucket_bytes < 1 or lookahead < 0:
+            raise ArgumentError(f"full: expected bucket_bytes >= 1 and lookahead >= 0, got {bucket_bytes}, {lookahead}")
+        items = [*self._items.values()]
+        self.version += 1
+        local = self._locals(items, cast=False)
+        one = Pass(items, local, Route(items, local, self._rank, self.patience_s), self.version)
+        yield from one.buckets(bucket_bytes, max(lookahead, 1), to == "first", device)
+        self.checksum = one.checksum
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket in self.full():
+            yield from bucket
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def boxes(self, rank: int | None = None) -> list[Place]:
+        """What a rank holds of each tensor. No communication.
+
+        Args:
+            rank: the global rank; None: this one. A rank that holds nothing of a tensor has no place of it.
+        """
+        return boxes.boxes_of(self._items.values(), self._rank if rank is None else rank)
+
+    def send_boxes(self, wanted: Sequence[Wanted]) -> Iterator[Part]:
+        """The parts of what consumers want that this rank sends, straight from its shards. No communication: send each
+        as you like. Of several replicas the first one sends, so every wanted element comes from exactly one rank.
+
+        Args:
+            wanted: slices of whole tensors (of tensor or expert parallel consumers, uneven or not).
+
+        Example::
+
+            for part in plan.send_boxes([Wanted("lm_head.weight", consumer=7, start=(1024, 0), shape=(1024, 4096))]):
+                dist.send(part.tensor.contiguous(), part.consumer)
+        """
+        sent = boxes.parts_for(wanted, {each.name: self._item(each.name) for each in wanted}, self._rank)
+        values: dict[str, torch.Tensor] = {}
+        for each, of, own, box in sent:
+            if each.name not in values:
+                values = {each.name: self.local(each.name)}
+            start = box.within(boxes.box_of(each)).start
+            yield Part(each.name, each.consumer, start, values[each.name][box.within(own).slices()], of)
+
+    # --- changes -----------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The values of now, as they would travel, of this rank's shards; for `changes`. No communication."""
+        items = [*self._items.values()]
+        return Snapshot([local.clone() for local in self._locals(items)])
+
+    def changes(self, since: Snapshot) -> Iterator[Change]:
+        """What differs, bit for bit, from a snapshot, in the order of `metadata`; tensors without a change are left
+        out. Afterwards `since` has the values of now. Collective, as a pass.
+
+        Yields:
+            (name, indices, values, shape): int32 positions in the whole tensor read row by row, ascending (int64 for
+            tensors of more than 2**31 elements), and what stands there now.
+
+        Example::
+
+            known = plan.snapshot()
+            ...  # steps
+            for name, indices, values, _ in plan.changes(known):
+                engine_weights[name].view(-1)[indices] = values
+        """
+        items = [*self._items.values()]
+        local = self._locals(items)
+        yield from changes_since(items, local, since, Route(items, local, self._rank, self.patience_s))
+
+
+def _published(name: str, names: Names | None) -> str | None:
+    if names is None:
+        return name
+    return names.get(name, name) if isinstance(names, Mapping) else names(name)
+
+
+def _wire(name: str, own: torch.dtype, dtype: Dtypes | None) -> torch.dtype:
+    wanted = dtype if dtype is None or isinstance(dtype, torch.dtype) else dtype(name, own)
+    return wanted if wanted is not None and own.is_floating_point else own

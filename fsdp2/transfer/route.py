@@ -1,0 +1,120 @@
+"""`Route`: the ranks that exchange parts, and how bytes travel between them. Layer: transfer."""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.comm import comm_for
+from fsdp2.comm.base import Collective, Operand, What, wrapped
+from fsdp2.transfer.items import Item, first_of, ranks_for
+from fsdp2.transfer.patience import patience
+
+ALIGN = 16
+
+
+def aligned(nbytes: int) -> int:
+    """Where the next tensor may begin."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+class Flight:
+    """Bytes of each rank on their way to all, or to the first.
+
+    Attributes:
+        own: what this rank sends, to be filled before `start`.
+        rows: what each rank has sent, after `wait`; none where nothing is received.
+    """
+
+    def __init__(self, route: "Route", sizes: Sequence[int], first_only: bool):
+        group = route.group
+        assert group is not None
+        comm = comm_for(group, route.device)
+        if first_only or not comm.direct_allows_uneven:
+            sizes = [max(sizes)] * len(sizes)
+        bounds, is_here = [0, *accumulate(sizes)], not first_only or route.me == 0
+        what = What("weights", None, bounds[-1], bounds[-1], torch.uint8, group, route.device)
+        received = torch.empty(bounds[-1] if is_here else 0, dtype=torch.uint8, device=route.device)
+        self.rows = [received[start:end] for start, end in pairwise(bounds)] if is_here else []
+        self._patience_s = route.patience_s
+        if first_only:
+            self.own = torch.empty(sizes[route.me], dtype=torch.uint8, device=route.device)
+            collective = Collective(what, partial(_gather_to_first, group, self.own, self.rows or None))
+        else:
+            self.own = self.rows[route.me]
+            collective = comm.plan_all_gather([Operand(received, bounds)], what)
+        self._collective = wrapped(collective)
+        self._started: Any = None
+
+    def start(self) -> "Flight":
+        """Send. Collective over the ranks of the route."""
+        self._started = self._collective.start()
+        return self
+
+    def wait(self, what: str) -> None:
+        """Until the rows are here. `what` is for the message if another rank is too slow."""
+        with patience(self._patience_s, what):
+            self._collective.wait(self._started)
+
+
+def _gather_to_first(group: dist.ProcessGroup, own: torch.Tensor, rows: list[torch.Tensor] | None) -> Any:
+    return dist.gather(own, rows, group=group, group_dst=0, async_op=True)
+
+
+class Route:
+    """The ranks that hold parts of the same tensors.
+
+    Attributes:
+        ranks: the global ones, ascending.
+        me: the index of this one.
+        has_first: the first of all ranks that have the tensors is one of these; otherwise they are replicas of others.
+        group: None for one rank alone.
+        device: where parts travel.
+        patience_s: how long to wait for a slow one.
+    """
+
+    def __init__(self, items: Sequence[Item], local: Sequence[torch.Tensor], rank: int, patience_s: float):
+        self.ranks = ranks_for(items, rank)
+        self.has_first = first_of(items, rank) in self.ranks
+        self.me = self.ranks.index(rank)
+        self.group = _group_of(self.ranks)
+        self.device = _device_of(self.group, local)
+        self.patience_s = patience_s
+
+    def flight(self, sizes: Sequence[int], first_only: bool = False) -> Flight:
+        """`sizes`: how many bytes each rank sends; the same on all."""
+        return Flight(self, sizes, first_only)
+
+
+# By the default process group, with which they end.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The process group of these ranks; None for one rank alone. The first call for ranks that are not all ranks makes
+    one, and is collective over them."""
+    if len(ranks) == 1:
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    if len(ranks) == world.size():
+        return world
+    known = _groups.setdefault(world, {})
+    if ranks not in known:
+        made = dist.new_group([*ranks], use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        known[ranks] = made
+    return known[ranks]
+
+
+def _device_of(group: dist.ProcessGroup | None, local: Sequence[torch.Tensor]) -> torch.device:
+    """The local tensors' device; for offloaded ones the accelerator, if the group has no backend for the CPU."""
+    if group is not None and torch.accelerator.is_available():
+        config = dist.get_backend_config(group)
+        if not any(part.partition(":")[0] in ("cpu", "gloo") for part in config.split(",")):
+            return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return next((each.device for each in local if each.device.type != "meta"), torch.device("cpu"))

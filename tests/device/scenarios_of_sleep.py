@@ -1,0 +1,85 @@
+"""A model that sleeps: nothing of it is on the device, and the next step is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import fsdp2
+from fsdp2 import checkpoint
+from tests.device import lagging
+from tests.device.ranks import DEVICE, late
+from tests.device.steps import ADAM, assert_same, inputs, one_step, shared_folder, values
+from tests.device.training import FEATURES, Feature, sharded
+
+
+def _slept(kind: str, rank: int, world_size: int, seed: int, folder: str | None) -> None:
+    """Against the same training without sleep; 5 rounds, without growth."""
+
+    def trained(device: str, sleeps: bool) -> list[torch.Tensor]:
+        feature = Feature(FEATURES[kind].options, optimizer=torch.optim.AdamW)
+        before = lagging.counts()["allocated"] if sleeps else 0
+        model = sharded(feature, device, world_size)
+        optimizer: torch.optim.Optimizer = fsdp2.local_optimizer(torch.optim.AdamW, model.parameters(), lr=0.1)
+        if seed % 2:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        asleep_bytes = []
+        for step in range(5):
+            for x in inputs(rank, device):
+                one_step(model, optimizer, x)
+                del x
+            if sleeps:
+                with fsdp2.asleep(model, optimizer, folder=folder):
+                    torch.accelerator.synchronize()
+                    asleep_bytes.append(lagging.counts()["allocated"] - before)
+                    kept = {name: tensor.clone() for name, tensor in fsdp2.weights(model)}
+                    assert len(kept) == len([*model.parameters()])
+                    del kept
+                if step % 2:  # a step at once
+                    for param in model.parameters():
+                        param.grad = torch.ones_like(param)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            elif step % 2:
+                for param in model.parameters():
+                    param.grad = torch.ones_like(param)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not sleeps or max(asleep_bytes) < 4096, asleep_bytes
+        return values(model)
+
+    expected = trained(DEVICE, False)
+    with late(seed):
+        assert_same(trained(DEVICE, True), expected)
+
+
+def slept(rank: int, world_size: int, seed: int) -> None:
+    _slept("plain", rank, world_size, seed, None)
+
+
+def slept_in_files(rank: int, world_size: int, seed: int) -> None:
+    with shared_folder(rank) as folder:
+        _slept("mixed precision", rank, world_size, seed, str(folder))
+
+
+def saved_asleep(rank: int, world_size: int, seed: int) -> None:
+    """A checkpoint that is saved while the model sleeps is that of the waking one."""
+    with shared_folder(rank) as folder, late(seed):
+        model = sharded(ADAM, DEVICE, world_size)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        one_step(model, optimizer, inputs(rank, DEVICE)[0])
+        expected = values(model)
+        with fsdp2.asleep(model, optimizer):
+            checkpoint.save(Path(folder) / "asleep", model=model, optimizer=optimizer)
+        one_step(model, optimizer, inputs(rank, DEVICE)[1])
+        checkpoint.load(Path(folder) / "asleep", model=model, optimizer=optimizer)
+        assert_same(values(model), expected)
+
+
+SCENARIOS_OF_SLEEP: dict[str, Callable[[int, int, int], None]] = {
+    "slept": slept,
+    "slept in files": slept_in_files,
+    "saved asleep": saved_asleep,
+}
