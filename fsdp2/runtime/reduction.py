@@ -24,8 +24,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from functools import partial, reduce
-from itertools import accumulate, compress, repeat
-from operator import not_
+from itertools import accumulate, repeat
 from typing import NamedTuple
 
 import torch
@@ -47,19 +46,15 @@ from fsdp2.runtime.streams import Streams
 
 
 class Partial(NamedTuple):
-    """A gradient that was reduce-scattered but not yet all-reduced.
-
-    Attributes:
-        flat: the reduce-scattered sum, 1-D and padded.
-        divisor: the number by which the sum over the replicas still has to be divided.
-    """
+    """A gradient that was reduce-scattered (1-D, padded) but not yet all-reduced; the sum over the replicas still has
+    to be divided by `divisor`."""
 
     flat: torch.Tensor
     divisor: float
 
     def over(self, divisor: float) -> torch.Tensor:
-        """The sum, rescaled so that it still has to be divided by `divisor`. The divide factor that was set when a
-        gradient was reduce-scattered applies to that gradient, even if the factor has changed since."""
+        """Rescaled so that it still has to be divided by `divisor`. The divide factor that was set when a gradient was
+        reduce-scattered applies to that gradient, even if the factor has changed since."""
         return self.flat if divisor == self.divisor else self.flat * (divisor / self.divisor)
 
 
@@ -92,12 +87,11 @@ class ReductionPlan:
     def __init__(self, params: Params, members: Sequence[int], has_grad: Sequence[int], channel: Channel):
         self.channel, roles = channel, channel.roles
         self.dtype: torch.dtype = reduce(torch.promote_types, [params[index].reduce_dtype for index in members])
-        lane_of, itemsize, has_shards = channel.comm.scatter_lane, self.dtype.itemsize, roles.shard_size > 1
+        lane_of, itemsize = channel.comm.scatter_lane, self.dtype.itemsize
         given = [index for index in members if has_grad[index]]
-        is_direct = [has_shards and lane_of(params[index].layout, itemsize) is Lane.DIRECT for index in given]
-        packed, direct = [*compress(given, map(not_, is_direct))], [*compress(given, is_direct)]
-        self.sources = [*packed, *direct]
-        self.params = [params[index] for index in (*packed, *direct, *(i for i in members if not has_grad[i]))]
+        packed = [i for i in given if roles.shard_size == 1 or lane_of(params[i].layout, itemsize) is Lane.PACKED]
+        self.sources = [*packed, *(index for index in given if index not in packed)]
+        self.params = [params[i] for i in (*self.sources, *(i for i in members if not has_grad[i]))]
         self.sizes = [param.layout.padded_numel for param in self.params]
         starts = list(accumulate(self.sizes, initial=0))
         self.numel, self.scattered = starts[-1], starts[len(given)]
