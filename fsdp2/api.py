@@ -18,7 +18,7 @@ from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, UnitSettings
 from fsdp2.runtime import hooks
 from fsdp2.runtime.forward import attach
 from fsdp2.runtime.parameter import ManagedParameter, Plan, managed_by
-from fsdp2.runtime.slot import Slot
+from fsdp2.runtime.slot import Slot, SlotTable
 from fsdp2.runtime.state_dict import guard_state_dict, owner_of, owners_of
 from fsdp2.runtime.unit import Unit, has_forward, unit_of
 
@@ -266,7 +266,7 @@ def _share(slots: list[Slot], param: ManagedParameter, unit: Unit) -> None:
         assert slot.module is not None
         guard_state_dict(slot.module, owner)
     param.slots += slots
-    group.slots_changed()
+    group.seen.slots = SlotTable(group.params)
     if group not in unit.borrowed:
         unit.borrowed.append(group)
 

@@ -155,12 +155,6 @@ def post_accumulate_grad_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Ten
     return list((hooks_of(tensor) or {}).values())
 
 
-def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
-    """The `register_hook` hooks of a leaf. Autograd runs them when it gives a gradient to the leaf, which never happens
-    to a sharded parameter."""
-    return list((backward_hooks_of(tensor) or {}).values())
-
-
 def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Let the hooks of `old` be those of `new`, in the same dicts, so that handles of them still remove them."""
     new._backward_hooks = old._backward_hooks

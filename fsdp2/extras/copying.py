@@ -81,13 +81,22 @@ def _fill(old: Unit, memo: dict[int, Any]) -> None:
             kept.append((group, [param for param in params if param.slots]))
     new.adopt([memo[id(module)] for module in old.modules if id(module) in memo], [params for _, params in kept])
     for (old_group, _), new_group in zip(kept, new.groups, strict=True):
-        new_group.follow_settings(old_group)
+        follow_settings(new_group, old_group)
         memo[id(old_group)] = new_group
     for module in {slot.module for param in new.params for slot in param.slots}:
         if module is not None:
             guard_state_dict(module, new)
     for group in lent:
         _fill(owner_of(group.params[0])[0], memo)
+
+
+def follow_settings(group: Bucket, other: Bucket) -> None:
+    """Let `group` have what was set for `other`, of the same roles."""
+    group.smaller = other.smaller
+    group.set_keep(other.keep)
+    own, theirs = group.channel, other.channel
+    own.scatter_group, own.base, own.comm = theirs.scatter_group, theirs.base, theirs.comm
+    group.gradients.make_plan = other.gradients.make_plan
 
 
 def _copied(param: ManagedParameter, memo: dict[int, Any]) -> ManagedParameter:

@@ -3,7 +3,7 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import DTensorSpec, local_tensor, tensor_hooks
+from fsdp2._torch import DTensorSpec, backward_hooks_of, local_tensor
 from fsdp2.errors import ArgumentError
 from fsdp2.runtime import hooks
 from fsdp2.runtime.parameter import ManagedParameter
@@ -30,7 +30,7 @@ def _fill(params: Params, grads: list[torch.Tensor | None], which: bool | frozen
 def _hooked(param: ManagedParameter, local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """What the user's `register_hook` hooks make of a reduced gradient; autograd has not run them."""
     grad = distributed(local, spec, param.sharded.device)
-    for hook in tensor_hooks(param.sharded):
+    for hook in (backward_hooks_of(param.sharded) or {}).copy().values():
         changed = hook(grad)
         grad = grad if changed is None else changed
     if not isinstance(grad, DTensor) or local_tensor(grad).shape != local.shape:

@@ -11,8 +11,10 @@ from itertools import pairwise
 import torch
 
 from fsdp2._torch import base_of, local_tensor, set_local_tensor
+from fsdp2.layout import Lane
 from fsdp2.placement.carving import carve, place_of
 from fsdp2.runtime import hooks
+from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.parameter import ManagedParameter
 
@@ -25,6 +27,17 @@ def can_carve(tensor: torch.Tensor) -> bool:
     """Whether parts of `tensor` can have their own storages on its memory (through DLPack). Only on the CPU: code that
     records streams or shares handles with other processes expects whole allocations."""
     return type(tensor) is torch.Tensor and tensor.untyped_storage().device.type == "cpu"
+
+
+def in_memory_order(params: list[ManagedParameter], channel: Channel) -> None:
+    """Sort them as a reduction writes their gradients, packed before direct ones; and matrices before vectors, since
+    weight decay often differs between them."""
+
+    def place(param: ManagedParameter) -> tuple[bool, bool]:
+        lane = channel.comm.scatter_lane(param.layout, param.reduce_dtype.itemsize)
+        return lane is not Lane.PACKED, len(param.sharded.shape) < 2
+
+    params.sort(key=place)
 
 
 def lay_together(params: Sequence[ManagedParameter]) -> bool:
@@ -99,3 +112,4 @@ def merged(into: list[torch.Tensor], of: list[torch.Tensor]) -> tuple[list[torch
 
 hooks.shards_made.append(lay_together)
 hooks.copies.append(merged)
+hooks.orders.append(in_memory_order)

@@ -36,6 +36,7 @@ from fsdp2._torch import (
 from fsdp2.api import Draft
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.events import profiler_range
+from fsdp2.extras.copying import follow_settings
 from fsdp2.layout import ShardLayout, strides
 from fsdp2.module import swapped_class
 from fsdp2.runtime import hooks
@@ -443,7 +444,7 @@ def make_tiles(unit: Unit) -> None:
         ]
         tile_unit = Unit([module], lists, unit.device, policy, settings)
         for group, of_tile in zip(groups, tile_unit.groups, strict=True):
-            of_tile.follow_settings(group)
+            follow_settings(of_tile, group)
             of_tile.changing = group.changing
             of_tile.gradients.make_plan = _TilePlan
             group.tiles.append(of_tile)

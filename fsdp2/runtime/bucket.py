@@ -26,7 +26,6 @@ import torch
 from fsdp2._torch import local_of, outside_transforms, profiler_is_on, version
 from fsdp2.errors import CollectiveError, OrderError
 from fsdp2.events import emit, profiler_range
-from fsdp2.layout import Lane
 from fsdp2.mesh import MeshRoles
 from fsdp2.nothing import NOTHING
 from fsdp2.runtime import hooks
@@ -34,7 +33,6 @@ from fsdp2.runtime.changes import Changes, Seen, check_stand_in
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients, needs_grad
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.slot import SlotTable
 from fsdp2.runtime.source import Source, source_of, wrapped
 from fsdp2.runtime.storage import ReleasedMemory
 
@@ -73,7 +71,9 @@ class Bucket:
     ):
         self.roles = params[0].roles
         self.channel = Channel(self.roles, params[0].plan.policy.reduce_scatter_dtype)
-        self.params = _in_memory_order(params, self.channel)
+        self.params = list(params)
+        for order in hooks.orders:
+            order(self.params, self.channel)
         for place in hooks.shards_made:
             place(self.params)
         self.gradients = Gradients(self.params, self.channel, on_ready, on_unannounced)
@@ -215,13 +215,6 @@ class Bucket:
         if self.source is not None:
             self.source = wrapped(self.source.base, self)
 
-    def follow_settings(self, other: "Bucket") -> None:
-        """Take over what was set for `other`, a group of the same roles."""
-        self.smaller = other.smaller
-        self.set_keep(other.keep)
-        self.channel.like(other.channel)
-        self.gradients.make_plan = other.gradients.make_plan
-
     # --- between steps -----------------------------------------------------------------------------------------------
 
     def look(self, memory: ReleasedMemory) -> bool:
@@ -308,10 +301,6 @@ class Bucket:
         if any(place(self.params) for place in hooks.shards_made):
             self.refresh()
 
-    def slots_changed(self) -> None:
-        """A parameter got another name."""
-        self.seen.slots = SlotTable(self.params)
-
     def channel_changed(self) -> None:
         """The channel has another `Comm`: forget what was planned for the previous one."""
         self.gradients.forget_plans()
@@ -329,14 +318,3 @@ def _refuse_gradient(fqn: str, _param: torch.Tensor) -> None:
         f"'{fqn}' was converted between forward and backward, so a gradient came for a parameter that is gone. "
         "Run the backward before to(dtype), or the forward again after it."
     )
-
-
-def _in_memory_order(params: Sequence[ManagedParameter], channel: Channel) -> list[ManagedParameter]:
-    """The parameters of a group, in the same order on all ranks: packed before direct ones, as in the reduction's
-    output, and matrices before vectors, since weight decay often differs between them."""
-
-    def place(param: ManagedParameter) -> tuple[bool, bool]:
-        lane = channel.comm.scatter_lane(param.layout, param.reduce_dtype.itemsize)
-        return lane is not Lane.PACKED, len(param.sharded.shape) < 2
-
-    return sorted(params, key=place)

@@ -40,7 +40,3 @@ class Channel:
     ) -> What:
         """A collective of this unit over `group`."""
         return What(kind, self.fqn, numel, nbytes, dtype, group, self.roles.device)
-
-    def like(self, other: "Channel") -> None:
-        """Copy the settings of `other`, a channel of the same roles."""
-        self.scatter_group, self.base, self.comm = other.scatter_group, other.base, other.comm
