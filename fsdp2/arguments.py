@@ -14,8 +14,7 @@ from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.mesh import MeshRoles, ShardPlacementResult, roles_of
 from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.runtime import hooks
-from fsdp2.runtime.extension import extension_of
-from fsdp2.runtime.parameter import Plan
+from fsdp2.runtime.parameter import Plan, extension_of
 from fsdp2.specs import specs_of
 
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]

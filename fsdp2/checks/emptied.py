@@ -20,7 +20,7 @@ from fsdp2._torch import local_tensor, outside_transforms
 from fsdp2._torch.checks import makes_empty, non_persistent_buffers
 from fsdp2.errors import OrderError
 from fsdp2.layout import dense_strides
-from fsdp2.runtime.extension import is_wrapper
+from fsdp2.runtime.geometry import is_wrapper
 from fsdp2.runtime.step import Step
 from fsdp2.runtime.unit import Unit, unit_of
 

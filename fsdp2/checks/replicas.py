@@ -25,7 +25,7 @@ from fsdp2._torch.shared import is_fake
 from fsdp2.errors import ArgumentError
 from fsdp2.mesh import MeshRoles
 from fsdp2.runtime.bucket import Bucket
-from fsdp2.runtime.extension import is_wrapper
+from fsdp2.runtime.geometry import is_wrapper
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.step import Step
 from fsdp2.watch.exchange import Exchange, at_once

@@ -16,7 +16,7 @@ from fsdp2._torch import local_tensor, make_parameter
 from fsdp2.module import FSDPModule, original_class
 from fsdp2.runtime import hooks
 from fsdp2.runtime.bucket import Bucket
-from fsdp2.runtime.extension import is_wrapper
+from fsdp2.runtime.geometry import is_wrapper
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import Slot
 from fsdp2.runtime.state_dict import guard_state_dict, owner_of

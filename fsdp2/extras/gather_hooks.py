@@ -28,8 +28,8 @@ from fsdp2.errors import MisuseError, UnsupportedError
 from fsdp2.layout import ShardLayout
 from fsdp2.runtime import hooks
 from fsdp2.runtime.bucket import Bucket
-from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.gather import Gather
+from fsdp2.runtime.geometry import is_wrapper
 from fsdp2.runtime.parameter import ManagedParameter, Plan
 from fsdp2.runtime.source import Shards
 from fsdp2.runtime.storage import FlatStorage

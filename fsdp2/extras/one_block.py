@@ -15,7 +15,7 @@ from fsdp2.layout import Lane
 from fsdp2.placement.carving import carve, place_of
 from fsdp2.runtime import hooks
 from fsdp2.runtime.channel import Channel
-from fsdp2.runtime.extension import is_wrapper
+from fsdp2.runtime.geometry import is_wrapper
 from fsdp2.runtime.parameter import ManagedParameter
 
 # The largest shard that is moved. For a larger one a separate call is negligible next to the arithmetic, and the copy

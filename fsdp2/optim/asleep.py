@@ -25,7 +25,7 @@ from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.extras.host_memory import host
 from fsdp2.optim.local import LocalOptimizer
 from fsdp2.runtime.bucket import Bucket
-from fsdp2.runtime.extension import is_wrapper
+from fsdp2.runtime.geometry import is_wrapper
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.state import Stage
 from fsdp2.runtime.unit import Unit

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from fsdp2._torch import parameter_slots
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.parallel.blocks import matches
-from fsdp2.runtime.extension import is_wrapper
+from fsdp2.runtime.geometry import is_wrapper
 
 __all__ = ["TensorPlan", "apply_tensor_parallel", "check_tensor_plan"]
 

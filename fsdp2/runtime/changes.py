@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch import backward_is_running, local_of, local_tensor, storage_id, version
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime import hooks
-from fsdp2.runtime.extension import is_wrapper
+from fsdp2.runtime.geometry import is_wrapper
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import SlotTable

@@ -6,10 +6,15 @@ one block of memory even if the user's strides are different (channels_last).
 """
 
 import torch
+from torch import nn
 
 from fsdp2.layout import ShardLayout, memory_order
 from fsdp2.mesh import MeshRoles
-from fsdp2.runtime.extension import is_wrapper
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a local tensor is of a subclass, whose memory only its own operators may access."""
+    return type(tensor) not in (torch.Tensor, nn.Parameter)
 
 
 class Geometry:

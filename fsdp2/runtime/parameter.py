@@ -39,8 +39,8 @@ from fsdp2.errors import ArgumentError
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import MeshRoles
 from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy
-from fsdp2.runtime.extension import extension_of, is_wrapper
-from fsdp2.runtime.geometry import Geometry
+from fsdp2.runtime import hooks
+from fsdp2.runtime.geometry import Geometry, is_wrapper
 from fsdp2.runtime.slot import Slot, tie_again
 from fsdp2.specs import ParamSpecs
 
@@ -289,6 +289,11 @@ class ManagedParameter:
         _managed.pop(current, None)
         _managed[self.sharded] = ref(self)
         self.sharded = current
+
+
+def extension_of(fqn: str, local: torch.Tensor) -> Any:
+    """What changes the all-gather of `local`, if anything does. Raises `MisuseError` if it cannot be used."""
+    return next((found for find in hooks.gather_hooks if (found := find(fqn, local)) is not None), None)
 
 
 sharded_of: Callable[[ManagedParameter], nn.Parameter] = attrgetter("sharded")

@@ -96,7 +96,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("runtime.channel",),
     ("runtime.parameter",),
     ("runtime.geometry",),
-    ("runtime.extension", "runtime.packing", "runtime.storage"),
+    ("runtime.packing", "runtime.storage"),
     (
         "runtime.autograd",
         "runtime.slot",
