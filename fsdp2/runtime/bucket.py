@@ -250,11 +250,8 @@ class Bucket:
     @property
     def is_stale(self) -> bool:
         """Whether there are unsharded parameters, or parts of them, from before a change of the sharded ones."""
-        return (
-            self.phase is not Phase.SHARDED
-            and self.seen.versions != self.seen.now()
-            and not all(param.aliases for param in self.params)
-        )
+        is_same = self.phase is Phase.SHARDED or self.seen.versions == self.seen.now()
+        return not (is_same or all(param.aliases for param in self.params))
 
     def adopt_changes(self) -> None:
         """Outside of forward and backward: copy changes of unsharded parameters into the shards, each rank its rows,
