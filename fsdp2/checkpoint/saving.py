@@ -15,7 +15,7 @@ A folder is a checkpoint if it has a manifest, and it gets one when everything i
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, SupportsIndex
@@ -43,7 +43,7 @@ from fsdp2.checkpoint.io.writing import THREADS, write_file
 from fsdp2.checkpoint.ranks.agreement import Agreement, world_of
 from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.run.background import SaveHandle, in_flight, stage
-from fsdp2.checkpoint.run.committing import commit, may_count
+from fsdp2.checkpoint.run.committing import COPY, commit, may_count
 from fsdp2.checkpoint.run.folders import delete, free_name, own_folder, step_name, sweep, work_folder
 from fsdp2.checkpoint.run.records import Records, digest_of, files_id
 from fsdp2.checkpoint.schema.checksum import crc32
@@ -238,7 +238,7 @@ class _Job:
                 section: list(owned_pieces(own, tilings[section], world.rank)) for section, own in entries.items()
             }
         _wait_for({entry.local.device for entry in every})
-        about = {"table": table, "copies": _digests_of_copies(every), "plain": _sums_of_plain(entries, world)}
+        about = {"table": table, "sums": _sums_of_equal(entries, world)}
         self.agreement.meet()  # after the devices have reached this step, and before anything is copied
         nonce = self.agreement.nonce()
         shares = extra_shares(extra)
@@ -335,8 +335,7 @@ class _Job:
             "options": {"step": self.step, "world": self.world.size, **asdict(self.options)},
             "homes": digest_of(homes),
             "table": records.share(about["table"]),
-            "copies": about["copies"],
-            "plain": records.share(about["plain"]) if about["plain"] else "",
+            "equal": records.share(about["sums"]) if about["sums"] else "",
             "content": digest_of([file.sums for file in written if not file.name.startswith("extra-")]),
             "files": {file.name: [file.size, file.header_crc] for file in written},
             "sums": joined_sums(written, homes),
@@ -345,23 +344,19 @@ class _Job:
         }
 
 
-def _digests_of_copies(entries: Iterable[Entry]) -> tuple[str, str]:
-    """Two digests for tensors that are assumed to be copied on other meshes: one of their names and this rank's place
-    in its mesh, one of some of their values. Ranks with equal first digests must have equal second digests."""
-    copies = [entry for entry in entries if entry.copy is not None]
-    return digest_of([(entry.name, entry.copy) for entry in copies]), digest_of(_sums([each.local for each in copies]))
-
-
-def _sums_of_plain(entries: Mapping[str, Mapping[str, Entry]], world: World) -> dict[str, int]:
-    """Checksums of some values of each plain tensor, of which one rank's is stored."""
-    plain = {
-        f"{section} '{name}'": entry.local
-        for section, own in entries.items()
-        for name, entry in own.items()
-        if world.size > 1 and not entry.tiling.cuts
-        if not isinstance(entry.outside, DTensor) and not registered.optimizers.is_in_file(entry.local)
-    }
-    return dict(zip(plain, _sums([*plain.values()]), strict=True))
+def _sums_of_equal(entries: Mapping[str, Mapping[str, Entry]], world: World) -> dict[str, int]:
+    """Checksums of some values of each tensor of which one rank's values are stored for others: plain tensors, and
+    parts of tensors that are assumed to be copied on other meshes."""
+    found, in_file = {}, registered.optimizers.is_in_file
+    for section, own in entries.items():
+        for name, entry in own.items():
+            if entry.copy is not None:
+                found[f"{section} '{name}'{COPY}{entry.copy}"] = entry.local
+            elif not (
+                world.size == 1 or entry.tiling.cuts or isinstance(entry.outside, DTensor) or in_file(entry.local)
+            ):
+                found[f"{section} '{name}'"] = entry.local
+    return dict(zip(found, _sums([*found.values()]), strict=True))
 
 
 def _sums(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -21,8 +21,9 @@ from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.errors import CheckpointError, CorruptError
 
-__all__ = ["commit", "encoded", "index_files", "may_count", "put_in_place"]
+__all__ = ["COPY", "commit", "encoded", "index_files", "may_count", "put_in_place"]
 
+COPY = "\0part "  # in the name of a tensor that is a copy, before the rank's place in its mesh
 # What one rank reported; see `_Job._record` in `saving.py`.
 Record = Mapping[str, Any]
 
@@ -46,13 +47,13 @@ def commit(
             records = own.get(range(ranks))
             options = _common_options(records)
             files = _files(storage, work, records)
-            plain = {record["plain"]: rank for rank, record in reversed([*enumerate(records)]) if record["plain"]}
+            equal = {record["equal"]: rank for rank, record in reversed([*enumerate(records)]) if record["equal"]}
             tables: dict[str, list[int]] = {}
             for rank, record in enumerate(records):
                 tables.setdefault(record["table"], []).append(rank)
             with uncollected():
                 stored = [{**table, "ranks": tables[name]} for name, table in zip(tables, own.get(tables), strict=True)]
-            _warn_of_plain([*plain.values()], own.get(plain))
+            _check_equal([*equal.values()], own.get(equal))
     finally:
         # Without renames the folder is the checkpoint's own; a save that came first may have deleted these files.
         if not storage.renames and is_complete(storage, path):
@@ -61,7 +62,6 @@ def commit(
         storage.write_all(storage.join(work, name), index)
         files[name] = [len(index), f"{zlib.crc32(index):08x}"]
     _check_values(stored)
-    _check_copies(records)
     _check_tables(stored, [record["content"] for record in records])
     common = {key: options[key] for key in ("step", "world")}
     sums = [record["sums"] for record in records] if homes else []
@@ -70,7 +70,7 @@ def commit(
     content = encoded(body, storage.join(path, MANIFEST))
     agreement.decide()
     try:
-        own.remove(ranks, [*tables, *plain])
+        own.remove(ranks, [*tables, *equal])
         put_in_place(storage, work, path, content, save_id, options["overwrite"])
     except BaseException as error:
         agreement.fail(error)
@@ -234,32 +234,24 @@ class _Row(NamedTuple):
         return f"{self.dtype} {self.shape} on a mesh of {self.mesh['shape']} cut (axis, dim) {self.cuts}"
 
 
-def _check_copies(records: Sequence[Record]) -> None:
-    """Check that tensors on a part of a larger mesh are equal on its other parts. They are assumed to be copies and
-    stored only once."""
-    known: dict[str, tuple[str, int]] = {}
-    for rank, record in enumerate(records):
-        which, values = record["copies"]
-        first, other = known.setdefault(which, (values, rank))
-        if first != values:
-            raise CheckpointError(
-                f"save: ranks {other} and {rank} hold tensors of the same names on parts of one mesh, with different "
-                "values; as copies they would be stored once. Give each its own name, or make them DTensors on the "
-                "larger mesh."
-            )
-
-
-def _warn_of_plain(ranks: Sequence[int], sums: Sequence[Mapping[str, int]]) -> None:
-    """Warn of plain tensors that differ between ranks: one rank's is stored, and every rank will load that.
+def _check_equal(ranks: Sequence[int], sums: Sequence[Mapping[str, int]]) -> None:
+    """Check that copies are equal (tensors on a part of a larger mesh are assumed to be copied on its other parts), and
+    warn of plain tensors that are not: one rank's is stored, and every rank will load that.
 
     Args:
-        sums: of the plain tensors of each of these ranks.
+        sums: what each of these ranks has, see `_sums_of_equal` in `saving.py`.
     """
     known: dict[str, tuple[int, int]] = {}
     different: dict[str, str] = {}
     for rank, own in zip(ranks, sums, strict=True):
         for name, value in own.items():
             first, other = known.setdefault(name, (value, rank))
+            if first != value and COPY in name:
+                raise CheckpointError(
+                    f"save: ranks {min(rank, other)} and {max(rank, other)} hold {name.partition(COPY)[0]} on parts of "
+                    "one mesh, with different values; as copies they would be stored once. Give each its own name, or "
+                    "make them DTensors on the larger mesh."
+                )
             if first != value:
                 different.setdefault(name, f"{name} (ranks {min(rank, other)} and {max(rank, other)})")
     if different:
