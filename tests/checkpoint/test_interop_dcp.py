@@ -159,7 +159,7 @@ def test_what_cannot_be_read_is_listed(tmp_path: Path, capsys: pytest.CaptureFix
     assert checkpoint.verify(folder).left_out.keys() == checkpoint.describe(folder).left_out.keys() == left
     assert main(["verify", str(folder)]) == 0
     assert "not read: model 'z': a tensor torch.complex128 [2]" in capsys.readouterr().out
-    with pytest.raises(UnsupportedError, match=r"convert cannot read model 'z' .*BytesIO.* strict=False"):
+    with pytest.raises(UnsupportedError, match=r"convert cannot read model 'z' .*no tensor.* strict=False"):
         checkpoint.convert(folder, tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
 
@@ -182,18 +182,19 @@ class Kept(nn.Module):
         self.kept = state
 
 
-@pytest.mark.parametrize("state", [torch.arange(3.0), (1, "a", None)])
-def test_extra_state_in_one_piece(tmp_path: Path, state: Any) -> None:
-    folder = save_dcp(tmp_path / "dcp", {"model": Kept(state).state_dict()})
-    other = Kept(torch.zeros(3) if isinstance(state, Tensor) else ())
+def test_extra_state_that_is_a_tensor(tmp_path: Path) -> None:
+    folder = save_dcp(tmp_path / "dcp", {"model": Kept(torch.arange(3.0)).state_dict()})
+    other = Kept(torch.zeros(3))
     checkpoint.load(folder, model=other)
-    assert str(other.kept) == str(state)
+    assert other.kept.tolist() == [0, 1, 2]
 
 
-def test_extra_state_that_torch_stores_item_by_item(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", [{"a": {"b": 1}}, (1, "a", None)])
+def test_extra_state_that_is_no_tensor(tmp_path: Path, state: Any) -> None:
     """It is named, and the rest can be loaded."""
-    folder = save_dcp(tmp_path / "dcp", {"model": Kept({"a": {"b": 1}}).state_dict()})
+    folder = save_dcp(tmp_path / "dcp", {"model": Kept(state).state_dict()})
     other = Kept(0)
     with pytest.raises(MismatchError, match=r"missing in the checkpoint: model '_extra_state'"):
         checkpoint.load(folder, model=other)
-    assert checkpoint.load(folder, model=other, strict=False).missing == ["model '_extra_state'"]
+    (missing,) = checkpoint.load(folder, model=other, strict=False).missing
+    assert missing.startswith("model '_extra_state'")

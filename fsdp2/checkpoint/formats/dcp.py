@@ -83,7 +83,6 @@ class DcpCatalog(Catalog):
         self._items = items
         self._keys = {item.path: key for key, item in items.items()}
         self._of: dict[str, dict[str, str]] = {"model": {}, "optimizer": {}}  # section -> name -> key of the tensor
-        self._model_values: dict[str, str] = {}  # name -> key
         self._optimizers: dict[Path, dict[str, tuple[str, str, str]]] = {}  # root -> key -> what it is, see `_place`
         self.left_out = {"model": {}, "optimizer": {}, "": {}}
         self._sort()
@@ -100,20 +99,14 @@ class DcpCatalog(Catalog):
         if prefix == () and any(len(path) == 1 for path in tensors):
             model = {path for path in tensors if len(path) == 1}
         for path, key in self._keys.items():
-            item, own = self._items[key], path[len(prefix) :]
-            name = ".".join(map(str, own))
+            item, is_within = self._items[key], path[: len(prefix)] == prefix and len(path) > len(prefix)
+            name = ".".join(map(str, path[len(prefix) :]))
             if owner[path] is not None:
                 continue
-            if path[: len(prefix)] != prefix or not own or (path not in model and (item.info or not model)):
-                self.left_out[""][key] = "neither model nor optimizer"
-            elif item.is_readable:
+            if is_within and path in model and item.is_readable:
                 self._of["model"][name] = key
-            elif item.info is not None:
+            elif is_within and (path in model or (item.info is None and (prefix or "_extra_state" in name))):
                 self.left_out["model"][name] = _unreadable(item)
-            elif len(own) == 1 and (prefix or "_extra_state" in name):
-                self._model_values[name] = key
-            elif prefix:
-                self.left_out["model"][name] = "a part of a value that torch stored item by item"
             else:
                 self.left_out[""][key] = "neither model nor optimizer"
         for path, root in owner.items():
@@ -140,15 +133,7 @@ class DcpCatalog(Catalog):
             CorruptError: one of them is damaged.
             UnsupportedError: an item of an optimizer's state cannot be read; the rest is useless without it.
         """
-        if section == "optimizer":
-            return [self._table(members) for members in self._optimizers.values()]
-        model: dict[str, Any] = {}
-        for name, key in self._model_values.items():
-            try:
-                model[name] = _encoded(self._value(key))
-            except (NotPlain, ArgumentError) as error:
-                self.left_out["model"][name] = str(error)
-        return [model] if model else []
+        return [self._table(members) for members in self._optimizers.values()] if section == "optimizer" else ()
 
     def _table(self, members: Mapping[str, tuple[str, str, str]]) -> dict[str, Any]:
         """The values of an optimizer (see `optimizer.py`)."""
@@ -326,6 +311,7 @@ def _encoded(value: Any) -> Any:
 
 
 def _unreadable(item: Item) -> str:
-    assert item.info is not None
+    if item.info is None:
+        return "no tensor"
     reason = ", which safetensors does not have" if not item.is_readable else ""
     return f"a tensor {item.info.dtype} {list(item.info.shape)}{reason}"
