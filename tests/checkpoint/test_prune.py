@@ -145,6 +145,19 @@ def test_latest_beside_saves_of_one_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert checkpoint.latest(tmp_path) == str(tmp_path / "step-00000001")
 
 
+def test_latest_asks_once_about_what_is_not_valid(tmp_path: Path) -> None:
+    """To verify a checkpoint may take an hour."""
+    asked = []
+
+    def rejects(folder: str) -> None:
+        asked.append(folder)
+        raise CheckpointError("on purpose")
+
+    save(tmp_path, 1)
+    assert checkpoint.latest(tmp_path, valid=rejects) is None
+    assert asked == [str(tmp_path / "step-00000001")]
+
+
 # --- deletions that are cut off ---------------------------------------------------------------------------------------
 
 

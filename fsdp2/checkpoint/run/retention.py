@@ -64,14 +64,16 @@ def latest(root: Folder, valid: Valid | None = None) -> str | None:
         if newest is not None:
             fsdp2.checkpoint.load(newest, model=model, optimizer=optimizer)
     """
-    seen = None
+    rejected, seen = set(), None
     while True:
         unread: OSError | None = None
         before = {folder: id_at(*storage_of(folder)) for folder in _named_after_steps(root)}
         for folder in reversed(before):
             try:
-                if _is_sound(folder) and _is_valid(folder, valid):
-                    return folder
+                if (folder, before[folder]) not in rejected and _is_sound(folder):
+                    if _is_valid(folder, valid):
+                        return folder
+                    rejected.add((folder, before[folder]))  # it is asked about once: that may take an hour
             except OSError as error:
                 message = f"{folder}: cannot be read ({error}); latest goes back to the checkpoint before it"
                 warnings.warn(message, stacklevel=2)
