@@ -181,8 +181,7 @@ class DcpCatalog(Catalog):
         key = self._of[section][name]
         for start, (shape, where) in self._items[key].chunks.items():
             if Box(start, shape).intersect(wanted) is not None:
-                pieces = self._tensor(key, shape, where).pieces(start)
-                yield from (piece for piece in pieces if piece.box.intersect(wanted) is not None)
+                yield self._tensor(key, shape, where).piece(start)
 
     def _tensor(self, key: str, shape: tuple[int, ...], where: Range) -> TensorInFile:
         """The tensor stored in a range of a file, with its metadata checked."""

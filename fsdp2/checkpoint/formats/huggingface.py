@@ -129,5 +129,5 @@ def _tensors(storage: Storage, file: str) -> dict[str, tuple[StoredTensorInfo, l
         for name, tensor in content.items():
             result[str(name)] = f"{shown(tensor)}, not a tensor that can be read"
             if isinstance(tensor, TensorInFile):
-                result[str(name)] = StoredTensorInfo(tensor.dtype, tensor.shape), tensor.pieces()
+                result[str(name)] = StoredTensorInfo(tensor.dtype, tensor.shape), [tensor.piece()]
     return result

@@ -66,7 +66,7 @@ class TensorInFile:
     steps: tuple[int, ...]
     offset: int
 
-    def pieces(self, start: tuple[int, ...] | None = None) -> list[StoredPiece]:
+    def piece(self, start: tuple[int, ...] | None = None) -> StoredPiece:
         """The whole tensor.
 
         Args:
@@ -83,7 +83,7 @@ class TensorInFile:
                 "with torch, make it contiguous, and save it again"
             )
         box = Box(start, self.shape)
-        return [StoredPiece(self.path, self.offset, box, box, self.dtype)]
+        return StoredPiece(self.path, self.offset, box, box, self.dtype)
 
 
 def read_torch_file(reader: Reader, path: str, start: int = 0, length: int | None = None) -> Any:

@@ -42,14 +42,11 @@ class LocalStorage:
 
     def make_folder(self, folder: str) -> None:
         """Create it and its parents, durably, if it does not exist."""
-        missing = []
-        path = Path(folder)
-        while not path.exists():
-            missing.append(path)
-            path = path.parent
-        for path in reversed(missing):
-            path.mkdir(exist_ok=True)
-            _sync_folder(path.parent)
+        if not os.path.exists(folder):
+            self.make_folder(os.path.dirname(folder))
+            with suppress(FileExistsError):
+                os.mkdir(folder)
+            _sync_folder(os.path.dirname(folder))
 
     def names(self, folder: str) -> list[str]:
         """The names in a folder, sorted; empty if there is no such folder."""

@@ -6,14 +6,12 @@ from dataclasses import dataclass, field
 from math import prod
 
 from fsdp2.checkpoint.formats.native import NativeCatalog
-from fsdp2.checkpoint.io.pieces import StoredTensorInfo
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
-from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.base import Folder, storage_of
 from fsdp2.errors import CheckpointError
 
-__all__ = ["Description", "TensorEntry", "describe", "stray_files", "tensor_nbytes"]
+__all__ = ["Description", "TensorEntry", "describe"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,9 @@ def describe(folder: Folder) -> Description:
             for alias, name in catalog.aliases.get(section, {}).items():
                 names.setdefault(name, []).append(alias)
             for name, info in infos.items():
-                entry = TensorEntry(section, name, *info, tensor_nbytes(info), tuple(names.get(name, ())))
+                entry = TensorEntry(
+                    section, name, *info, prod(info.shape) * ITEMSIZES[info.dtype], tuple(names.get(name, ()))
+                )
                 tensors.append(entry)
         with suppress(CheckpointError):  # damaged values are for `verify`
             catalog.values_of("model")
@@ -107,14 +107,3 @@ def describe(folder: Folder) -> Description:
         return Description(*found, *about, ", ".join(kinds), extra)
     finally:
         catalog.close()
-
-
-def stray_files(catalog: NativeCatalog) -> list[str]:
-    """Names in the folder of a checkpoint that its manifest does not list."""
-    names = catalog.storage.names(catalog.path)
-    return [name for name in names if name != MANIFEST and name not in catalog.manifest.files]
-
-
-def tensor_nbytes(info: StoredTensorInfo) -> int:
-    """Bytes of a tensor."""
-    return prod(info.shape) * ITEMSIZES[info.dtype]
