@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.checkpoint.formats.native import NativeCatalog, id_of
+from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog, Part
 from fsdp2.checkpoint.io.pieces import StoredPiece
 from fsdp2.checkpoint.io.planned_files import (
@@ -33,7 +33,7 @@ from fsdp2.checkpoint.io.reading import BUFFER_BYTES, Request, read_all
 from fsdp2.checkpoint.io.writing import write_file
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.run.committing import encoded, index_files, put_in_place
-from fsdp2.checkpoint.run.folders import delete, free_name, is_complete, own_folder, sweep, work_folder
+from fsdp2.checkpoint.run.folders import delete, free_name, own_folder, sweep, work_folder
 from fsdp2.checkpoint.schema.checksum import BLOCK
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES, name_of
 from fsdp2.checkpoint.schema.manifest import MANIFEST, body_of, table_of
@@ -84,7 +84,7 @@ def convert(
     Raises:
         ArgumentError: an option is invalid.
         CheckpointError: there is no checkpoint at `source`, or something exists at `target`.
-        CorruptError: the source is damaged. The new folder is removed then.
+        CorruptError: the source is damaged. The new folder is removed then (in an object store, files may stay).
         UnsupportedError: the source has something that cannot be read. `describe` lists it.
 
     Warns:
@@ -103,35 +103,22 @@ def convert(
     catalog = open_catalog(*storage_of(source))
     nonce = uuid.uuid4().hex[:12]
     work = work_folder(storage, path, nonce)
-    begun: list[str] = []
     try:
         rows = _rows(catalog, model_only, None if dtype is None else name_of(dtype))
         storage.make_folder(work)
         with own_folder(storage, work, path):
-            content = _write(catalog, storage, work, rows, nonce, max_file_bytes, not model_only, begun)
+            content, names = _write(catalog, storage, work, rows, nonce, max_file_bytes, not model_only)
             put_in_place(storage, work, path, content, nonce, overwrite)
-        gone = sweep(storage, path, begun)
+        gone = sweep(storage, path, names)
     except BaseException:
         if storage.renames:
             with suppress(OSError):
                 storage.remove(work)
-        else:
-            delete(storage, _own_files(storage, path, begun, nonce))
         raise
     finally:
         catalog.close()
     delete(storage, gone)
     return path
-
-
-def _own_files(storage: Storage, path: str, names: list[str], nonce: str) -> list[str]:
-    """Files of a failed conversion, in a folder that others may write to. None if the conversion was committed and only
-    the answer to that request was lost. Consolidated files are excluded if the folder is another checkpoint."""
-    with suppress(OSError):
-        if id_of(storage, path) != nonce:
-            taken = is_complete(storage, path)
-            return [storage.join(path, name) for name in names if "-rank-" in name or not taken]
-    return []
 
 
 def _rows(catalog: Catalog, model_only: bool, to: str | None) -> Rows:
@@ -171,12 +158,8 @@ def _write(
     save_id: str,
     max_file_bytes: int,
     with_extra: bool,
-    begun: list[str],
-) -> bytes:
-    """Write everything but the manifest to the folder `work`; returns the manifest.
-
-    Args:
-        begun: the names of the files that were begun are added to it.
+) -> tuple[bytes, list[str]]:
+    """Write everything but the manifest to the folder `work`. Returns the manifest, and the names of the files.
 
     Raises:
         CheckpointError: without renames: the folder has a file of one of the names, or another save or conversion has
@@ -201,18 +184,13 @@ def _write(
             f"{work}: has {', '.join(taken[:3])}{', ...' if len(taken) > 3 else ''}, which the conversion would write "
             "over. Convert to another folder, or delete what is there."
         )
-    written: list[Written] = []
-    for file in files:
-        begun += [] if file.by_content else [file.name]
-        written.append(write_file(storage, work, file))
-        begun += [written[-1].name] if file.by_content else []
+    written = [write_file(storage, work, file) for file in files]
     new_names = {old: file.name for old, file in zip(extra_files, written, strict=False)}
     extra = {
         key: [{**share, "file": new_names[share["file"]]} for share in shares]
         for key, shares in (native.extra if native is not None else {}).items()
     }
     for name, index in indexes.items():
-        begun.append(name)
         storage.write_all(storage.join(work, name), index)
         written.append(Written(name, len(index), f"{zlib.crc32(index):08x}", {}))
     body = body_of(
@@ -230,7 +208,7 @@ def _write(
     sizes = storage.sizes(work)
     if any(sizes.get(file.name) != file.size for file in written):
         raise CheckpointError(f"{work}: another save has written there in the meantime; convert to another folder")
-    return content
+    return content, [file.name for file in written]
 
 
 def _tables(catalog: Catalog, rows: Rows) -> list[dict[str, Any]]:
