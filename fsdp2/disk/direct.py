@@ -52,6 +52,18 @@ def open_direct(path: str, opened: int, flags: int) -> "DirectFile | None":
     return DirectFile(fd)
 
 
+def _copy(into: memoryview, values: memoryview) -> None:
+    """Copy bytes; many without the GIL, for which the trainer would wait, for long if this thread is preempted."""
+    if values.readonly or values.nbytes < PAGE:
+        into[:] = values
+    else:
+        ctypes.memmove(_address(into), _address(values), values.nbytes)
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
 # Not in use by any thread; as many as threads have used at a time, for all files, of which there may be hundreds.
 _buffers: list[memoryview] = []
 
@@ -96,7 +108,7 @@ class DirectFile:
             for part in parts:
                 while part.nbytes:
                     taken = part[: PIECE - filled]
-                    buffer[filled : filled + taken.nbytes] = taken
+                    _copy(buffer[filled : filled + taken.nbytes], taken)
                     filled += taken.nbytes
                     part = part[taken.nbytes :]
                     if filled == PIECE:
@@ -120,7 +132,7 @@ class DirectFile:
                 count = min(os.preadv(self._fd, [buffer[:wanted]], offset), into.nbytes)
                 if not count:
                     raise OSError(errno.EIO, f"the file ends at byte {offset}, {into.nbytes} bytes too early")
-                into[:count] = buffer[:count]
+                _copy(into[:count], buffer[:count])
                 offset, into = offset + count, into[count:]
         return not self._refused
 
