@@ -33,7 +33,7 @@ from fsdp2.runtime.changes import Changes, Seen, check_stand_in
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients, needs_grad
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.source import Source, source_of, wrapped
+from fsdp2.runtime.source import Source, Unchosen, wrapped
 from fsdp2.runtime.storage import ReleasedMemory
 
 
@@ -61,7 +61,7 @@ class Bucket:
         changing: each makes the current stream wait for what changes shards in the background (an offloaded step; one
             for each dtype), and forgets itself. Called with whether it is the all-gather stream that waits. Groups with
             the same shards may share the list.
-        source: the memory of the unsharded parameters and what fills it; None until the first unshard.
+        source: the memory of the unsharded parameters and what fills it.
         conversions: how often the unsharded parameters were dropped, because the sharded ones are others.
         seen: the sharded parameters, as they were when the step began.
     """
@@ -83,7 +83,7 @@ class Bucket:
         self.keep: Any = False
         self.changing: list[Callable[[bool], None]] = []
         self.phase = Phase.SHARDED
-        self.source: Source | None = None
+        self.source: Source = Unchosen()
         self.conversions = 0
         self.seen = Seen(self.params)
         self._under_way: Callable[[], None] | None = None
@@ -101,7 +101,7 @@ class Bucket:
             self._follow_shards(memory)  # since the step began
         source, streams = self.source, memory.streams
         # Compute may still use what was kept, and shards just converted.
-        is_free = self.phase is Phase.SHARDED and (source is None or not source.follows_compute)
+        is_free = self.phase is Phase.SHARDED and not source.follows_compute
         used = None if is_free and not is_converted else streams.record()
         named = profiler_range("FSDP::all_gather", self.channel.fqn) if profiler_is_on() else NOTHING
         with named, streams.gathering():
@@ -112,21 +112,15 @@ class Bucket:
             for wait in tuple(self.changing):
                 wait(True)
             if memory.released:
-                memory.make_room(None if source is None else source.base, prefetching)
-            finish = (source or self._choose_source()).start(self)
+                memory.make_room(source.base, prefetching)
+            finish = source.start(self)
             if not streams.lazy:
                 finish()
                 finish = partial(streams.wait, streams.record())
         self._under_way = finish if self.phase is Phase.SHARDED else partial(self._finish_part, finish)
         self.phase = Phase.GATHERING
 
-    def _choose_source(self) -> Source:
-        """At the first unshard. Called on the all-gather stream."""
-        self.source = wrapped(source_of(self), self)
-        return self.source
-
     def _finish_part(self, finish: Callable[[], None]) -> None:
-        assert self.source is not None
         finish()
         self.source.arrived(self)
 
@@ -137,12 +131,13 @@ class Bucket:
 
     def wait_for_unshard(self) -> None:
         """Make the unsharded parameters usable, and make the module hold them."""
-        if self.phase is Phase.GATHERING:
-            self._finish_gathering()
+        self._finish_gathering()
         if self.phase is Phase.UNSHARDED and self.roles.shard_axis is None:
             self.changes.check_use(self.channel.fqn)
 
     def _finish_gathering(self) -> None:
+        if self.phase is not Phase.GATHERING:
+            return
         under_way, self._under_way = self._under_way, None
         assert under_way is not None
         try:
@@ -166,9 +161,8 @@ class Bucket:
 
     def abandon_gather(self) -> None:
         """Wait for an all-gather ahead that nobody will use. If it fails too, its failure is not the first."""
-        if self.phase is Phase.GATHERING:
-            with suppress(CollectiveError):
-                self._finish_gathering()
+        with suppress(CollectiveError):
+            self._finish_gathering()
 
     def reshard(self, memory: ReleasedMemory, to: Phase = Phase.SHARDED, keep_values: bool = False) -> None:
         """Free the unsharded parameters, and with `to=SHARDED` the part that the source has kept. `keep_values`: keep
@@ -177,13 +171,11 @@ class Bucket:
         Raises:
             OrderError: an unsharded parameter was changed in place, and `adopt_changes` was not called.
         """
-        if self.phase is Phase.GATHERING:
-            self._finish_gathering()  # prefetched but not used
+        self._finish_gathering()  # what was prefetched and not used
         if self.phase is Phase.SHARDED or (self.phase is not Phase.UNSHARDED and to is not Phase.SHARDED):
             return
         emit("reshard", self.channel.fqn)
         source, forms = self.source, self.seen.at_rest
-        assert source is not None
         if self.phase is Phase.UNSHARDED:
             if list(map(version, self.gradients.unsharded)) != self.changes.versions:
                 self.changes.check_none()
@@ -204,7 +196,7 @@ class Bucket:
         is_converted = self.phase is Phase.UNSHARDED and any(self.changes.converted())
         self.adopt_changes()
         self.reshard(memory)
-        if to_change and self.source is not None:
+        if to_change:
             self.source.forget(memory)
         if is_converted:
             self._drop_unsharded()
@@ -212,8 +204,7 @@ class Bucket:
     def set_keep(self, keep: Any) -> None:
         """Keep something else from now on."""
         self.keep = keep
-        if self.source is not None:
-            self.source = wrapped(self.source.base, self)
+        self.source = wrapped(self.source, self)
 
     # --- between steps -----------------------------------------------------------------------------------------------
 
@@ -239,8 +230,7 @@ class Bucket:
     def _follow_shards(self, memory: ReleasedMemory) -> None:
         with torch.inference_mode(False), torch.no_grad():
             if self.seen.is_converted():
-                if self.source is not None:
-                    self.source.forget(memory)
+                self.source.forget(memory)
                 self.refresh()
             else:
                 self.seen.warn_of_assigned_data()
@@ -288,7 +278,7 @@ class Bucket:
         for param in self.params:
             if param.unsharded is not None and param.unsharded.requires_grad:
                 param.unsharded.register_post_accumulate_grad_hook(partial(_refuse_gradient, param.fqn))
-        self.source = None
+        self.source = Unchosen()
         self.conversions += 1
         self.changes.forget_use()
         self.gradients.forget_unsharded()
@@ -301,8 +291,7 @@ class Bucket:
     def channel_changed(self) -> None:
         """The channel has another `Comm`: forget what was planned for the previous one."""
         self.gradients.forget_plans()
-        if self.source is not None:
-            self.source.forget_plans()
+        self.source.forget_plans()
 
     def held(self) -> list[tuple[ManagedParameter, torch.Tensor]]:
         """The parameters with the sharded ones, or replacements from a loader."""

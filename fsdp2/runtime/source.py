@@ -44,9 +44,9 @@ class Source:
     keeps_part = False
 
     @property
-    def base(self) -> "Shards":
-        """The memory that it fills."""
-        raise NotImplementedError
+    def base(self) -> "Shards | None":
+        """The memory that it fills; None before the first `start`."""
+        return None
 
     def start(self, group: Group) -> Callable[[], None]:
         """Called on the all-gather stream: issue what fills the parameters. Returns what completes them, to be called
@@ -74,6 +74,14 @@ class Source:
         """The shards will change: drop what was kept of their values."""
 
 
+class Unchosen(Source):
+    """Before the first unshard: what is there then decides."""
+
+    def start(self, group: Group) -> Callable[[], None]:
+        group.source = wrapped(source_of(group), group)
+        return group.source.start(group)  # type: ignore[no-any-return]
+
+
 class Around(Source):
     """A source that does something more than `inner`."""
 
@@ -84,6 +92,7 @@ class Around(Source):
 
     @property
     def base(self) -> "Shards":
+        assert self.inner.base is not None
         return self.inner.base
 
     def start(self, group: Group) -> Callable[[], None]:
@@ -214,9 +223,11 @@ def source_of(group: Group) -> Shards:
     return Shards(group) if group.params[0].plan.home == group.roles.device else HostShards(group)
 
 
-def wrapped(base: Shards, group: Group) -> Source:
-    """`base`, with what features do around it."""
-    found: Source = base
+def wrapped(source: Source, group: Group) -> Source:
+    """The memory that `source` fills, with what features do around it now; `source` itself if it has none yet."""
+    if source.base is None:
+        return source
+    found: Source = source.base
     for wrap in hooks.around_sources:
         found = wrap(found, group)
     if group.keep:

@@ -178,7 +178,7 @@ class Unit:
             group.users.discard(id(self))
             if self.step is not None and not group.users and group.phase is not Phase.SHARDED:
                 keeps_part = within_step if group.smaller is None else to_smaller
-                is_part = keeps_part and group.source is not None and group.source.keeps_part
+                is_part = keeps_part and group.source.keeps_part
                 group.reshard(self.step.memory, Phase.PART if is_part else Phase.SHARDED, keep_values)
 
     def reshard_all(self, to_change: bool = True) -> None:
