@@ -119,9 +119,9 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         return module  # type: ignore[no-any-return]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The model's own `zero_grad`, and the same for the sharded parameters of units that are unsharded now. It does
-        not clear gradients that wait to be reduced, and warns about them. With ``set_to_none=False`` it waits for steps
-        that still read the gradients (`offload_optimizer`)."""
+        """The model's own `zero_grad`, and the same for the sharded parameters of units that are unsharded now. It
+        warns about gradients that wait to be reduced; it does not clear those of units that are sharded now. With
+        ``set_to_none=False`` it waits for steps that still read the gradients (`offload_optimizer`)."""
         for unit in units_below(self):
             for group in unit.groups:
                 if not set_to_none:

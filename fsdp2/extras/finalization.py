@@ -1,5 +1,5 @@
 """Gradients that are finalised by hand, as in torch 2.15: `FSDPModule.set_manual_backward_finalization` and
-`finalize_backward`. Layer: above the units.
+`finalize_backward`. Layer: extras.
 
 ::
 

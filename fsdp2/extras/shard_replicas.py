@@ -79,13 +79,13 @@ class _Plan(ReductionPlan):
         piece = torch.empty(inner.segment, dtype=self.dtype, device=flat.device)
         if not inner.segment:
             return piece, None
-        collective = self._over_replicas.get(average)
+        collective = self._planned.get(("replicas", average))
         if collective is None:
             group = self.channel.roles.replicate.group
             bounds = range(0, group.size() * inner.segment + 1, inner.segment)
             what = self.what("reduce_scatter", group, inner.segment)
             collective = wrapped(self.channel.base.plan_reduce_scatter([bounds], what, average))
-            self._over_replicas[average] = collective
+            self._planned["replicas", average] = collective
         return piece, streams.later(collective.wait, collective.start([kept[-1].view(-1)], [piece]))
 
 

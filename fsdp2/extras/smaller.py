@@ -24,7 +24,7 @@ from fsdp2.api import Draft
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.mesh import MeshRoles
 from fsdp2.runtime import hooks
-from fsdp2.runtime.bucket import Bucket
+from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.source import Around, Source, gather_over
@@ -44,7 +44,7 @@ class SmallerShards(Around):
         self._copies: list[torch.Tensor] = []
 
     def start(self, group: Bucket) -> Callable[[], None]:
-        if not self._copies:
+        if group.phase is not Phase.PART:  # also after a gather that failed
             return self.inner.start(group)
         if self._gather is None:
             self._gather = gather_over(self._roles.shard, group)

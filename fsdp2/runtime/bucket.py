@@ -131,8 +131,9 @@ class Bucket:
 
     def wait_for_unshard(self) -> None:
         """Make the unsharded parameters usable, and make the module hold them."""
-        self._finish_gathering()
-        if self.phase is Phase.UNSHARDED and self.roles.shard_axis is None:
+        if self.phase is Phase.GATHERING:
+            self._finish_gathering()
+        if self.roles.shard_axis is None:
             self.changes.check_use(self.channel.fqn)
 
     def _finish_gathering(self) -> None:
@@ -234,6 +235,8 @@ class Bucket:
                 self.refresh()
             else:
                 self.seen.warn_of_assigned_data()
+                for param in self.params:
+                    param.follow_grad_dtype()
                 self.gradients.forget_plans()
                 self.seen = Seen(self.params)
 

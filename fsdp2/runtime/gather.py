@@ -21,7 +21,7 @@ from fsdp2.mesh import Axis
 from fsdp2.runtime import hooks
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.packing import interleave
-from fsdp2.runtime.storage import FlatStorage, Storage
+from fsdp2.runtime.storage import FlatStorage
 
 _Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 
@@ -98,7 +98,7 @@ class Gather:
             self.operands.append(Operand(whole, range(0, (size + 1) * numel, numel)))
         self._packed = next(iter(views.values())).untyped_storage()
 
-    def start(self, shards: Sequence[torch.Tensor], stay: bool, storage: Storage) -> Callable[[], None]:
+    def start(self, shards: Sequence[torch.Tensor], stay: bool, storage: FlatStorage) -> Callable[[], None]:
         """Copy this rank's flat `shards` in and issue the collective. Returns a function that waits for it and copies
         out of the packed buffer; call it on the same stream.
 
@@ -130,7 +130,7 @@ class Gather:
             self._known = shards, copies
         return copies
 
-    def _finish(self, storage: Storage, collective: Collective | None, started: Any) -> None:
+    def _finish(self, storage: FlatStorage, collective: Collective | None, started: Any) -> None:
         if collective is not None:
             collective.wait(started)
         if self._packed is not None:

@@ -41,7 +41,7 @@ levels: dict[str, Callable[..., Any]] = {}
 # Called with the parameters of a group whose shards nothing else refers to yet, which it may put elsewhere: returns
 # whether it did.
 shards_made: list[Callable[[Sequence[Any]], bool]] = []
-# Called before with the list of parameters, and the `Channel`: may sort them, on all ranks alike.
+# Called before these, with the list of parameters and the `Channel`: may sort it, on all ranks alike.
 orders: list[Callable[[list[Any], Any], None]] = []
 # Called when a gather is planned, with its copies of shards, all of one dtype, as two lists: fewer that do the same.
 copies: list[Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]] = []

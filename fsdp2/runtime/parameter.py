@@ -228,14 +228,20 @@ class ManagedParameter:
             self.unsharded = nn.Parameter(data, requires_grad=trainable)
         self.unsharded.__dict__.update(self.kind[1])
         _managed[self.unsharded] = ref(self)
-        is_any = self.sharded.grad_dtype is None  # the user's: a custom backward may write one of any dtype
-        if is_any or (self.unsharded.grad_dtype != self.reduce_dtype and self.dtype.is_floating_point):
-            # Autograd then casts each gradient as it arrives. This is the only copy between compute and reduce dtype,
-            # and gradients of several backwards add up in the reduce dtype.
-            self.unsharded.grad_dtype = None if is_any else self.reduce_dtype
+        self.follow_grad_dtype()
         if before is not None and before.grad is not None:  # converted while its gradient waits to be reduced
             self.unsharded.grad = before.grad.to(data.device, self.reduce_dtype)
         return self.unsharded
+
+    def follow_grad_dtype(self) -> None:
+        """Let autograd cast each gradient of `unsharded` to the reduce dtype as it arrives. This is the only copy
+        between the two dtypes, and gradients of several backwards add up in the reduce dtype."""
+        form, is_any = self.unsharded, self.sharded.grad_dtype is None  # a custom backward may write one of any dtype
+        wanted = None if is_any else self.reduce_dtype
+        if form is not None and self.dtype.is_floating_point and form.grad_dtype != wanted:
+            grad, form.grad = form.grad, None
+            form.grad_dtype = wanted
+            form.grad = grad if grad is None or is_any else grad.to(self.reduce_dtype)
 
     def is_among(self, ids: set[int]) -> bool:
         """Whether one of its forms is one of the objects with these ids."""
@@ -257,7 +263,8 @@ class ManagedParameter:
         Raises:
             ArgumentError: the module holds something that is not this parameter sharded the same way.
         """
-        current, before = self.slots[0].get(), self.extension
+        slot, before = self.slots[0], self.extension
+        current = self.sharded if slot.module is None else slot.get()  # its module may be gone
         if current is self.sharded and _is_current(self, local_tensor(current)):
             tie_again(self.slots, current, partial(_check_replacement, self))
             self.extension = extension_of(self.fqn, local_tensor(current))  # may be set on it later

@@ -16,8 +16,8 @@ What rank 0 of two has, for small gradients `a` and `b` and a large one `g`, eac
     [5] scale      what the collectives did not divide; the all-reduce hook; the sink receives the flat output
     [6] hand over  the sink sets `sharded.grad` or adds to it; hooks run
 
-On an accelerator [1] to [5] are enqueued at once; the next step waits for them on the compute stream, and does [6]. On
-the CPU each wait for a collective ends a step. `InFlight` decides when a reduction takes its next step.
+On an accelerator all but [3] and [6] is enqueued at once; the next step waits for them on the compute stream, and does
+[6]. On the CPU each wait for a collective ends a step. `InFlight` decides when a reduction takes its next step.
 """
 
 from collections import deque
@@ -78,7 +78,6 @@ class ReductionPlan:
         packing, direct: of the packed ones; position and part of the flat output of each direct one.
         zeros: the parts that nothing fills.
         dtype: in which gradients are summed.
-        averages: whether the reduce-scatter and the all-reduce can divide by the number of ranks.
         is_plain, casts: gradients are plain tensors, dims in memory order; some may have another dtype.
     """
 
@@ -106,9 +105,7 @@ class ReductionPlan:
         self.casts = any(form is None or form.grad_dtype != self.dtype for form in forms)
         self.is_plain = all(each.geometry.as_is and each.plan.specs.inner_mesh is None for each in self.params)
         self.sink = self.sink_type(self.params)
-        self.averages = channel.comm.has_average, channel.base.has_average
-        self._scatters: dict[bool, Collective] = {}  # by whether they average
-        self._over_replicas: dict[bool, Collective] = {}
+        self._planned: dict[tuple[str, bool], Collective] = {}  # by what they do, and whether they average
 
     def what(self, kind: str, group: dist.ProcessGroup, numel: int) -> What:
         """A collective of `numel` elements."""
@@ -130,7 +127,7 @@ class ReductionPlan:
         if segment:
             sources.append(self.packing.pack(grads[: self.packing.num_tensors]).view(-1))
             outputs.append(flat[:segment])
-        collective = self._scatters.get(average) or self._plan_scatter(average)
+        collective = self._planned.get(("scatter", average)) or self._plan_scatter(average)
         return flat, sources, streams.later(collective.wait, collective.start(sources, outputs))
 
     def _plan_scatter(self, average: bool) -> Collective:
@@ -140,17 +137,17 @@ class ReductionPlan:
         if segment:
             bounds.append(range(0, group.size() * segment + 1, segment))
         what = self.what("reduce_scatter", group, self.scattered)
-        self._scatters[average] = wrapped(comm.plan_reduce_scatter(bounds, what, average))
-        return self._scatters[average]
+        planned = self._planned["scatter", average] = wrapped(comm.plan_reduce_scatter(bounds, what, average))
+        return planned
 
     def over_replicas(
         self, flat: torch.Tensor, average: bool, streams: Streams, _kept: Tensors
     ) -> tuple[torch.Tensor, Wait | None]:
         """[4] Start the sum of the flat output over the replicas. Returns the sum, and the wait that is left. The last
         argument gets what must stay alive until the compute stream has waited."""
-        if (collective := self._over_replicas.get(average)) is None:
+        if (collective := self._planned.get(("replicas", average))) is None:
             what = self.what("all_reduce", self.channel.roles.replicate.group, self.numel)
-            collective = self._over_replicas[average] = wrapped(self.channel.base.plan_all_reduce(what, average))
+            collective = self._planned["replicas", average] = wrapped(self.channel.base.plan_all_reduce(what, average))
         return flat, streams.later(collective.wait, collective.start([flat], [flat]))
 
 
@@ -257,7 +254,8 @@ def _steps(
     """Ends each step with what is to be waited for before the next. The variables keep all tensors alive."""
     roles, is_lazy = plan.channel.roles, streams.lazy
     factor, has_replicas = settings.gradient_divide_factor, roles.replicate_group is not None
-    averages = (False, False) if settings.force_sum else plan.averages
+    both, sums = (plan.channel.comm, plan.channel.base), settings.force_sum
+    averages = both[0].has_average and not sums, both[1].has_average and not sums
     scaling = scaling_for(plan.dtype, roles.shard_size, roles.replicate_size, factor, averages)
     ready = streams.record()
     with streams.reducing():

@@ -36,7 +36,7 @@ Unit: TypeAlias = Any  # `runtime.unit.Unit`: that module is above this one
 
 
 class Pass:
-    """The order in which one forward runs its units."""
+    """What one forward has run: the last unit, and the one before it."""
 
     def __init__(self) -> None:
         self._last: Unit | None = None

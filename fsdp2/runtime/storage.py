@@ -9,7 +9,6 @@ with the same values.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -17,13 +16,6 @@ from fsdp2.layout import strides
 from fsdp2.runtime.streams import Streams
 
 ALIGN_BYTES = 256  # the alignment of CUDA's allocator, which vectorised kernels may expect
-
-
-class Storage(Protocol):
-    """Memory that is allocated, with any content, and freed as a whole."""
-
-    def alloc(self) -> None: ...
-    def free(self) -> None: ...
 
 
 class FlatStorage:
@@ -61,9 +53,9 @@ class ReleasedMemory:
 
     def __init__(self, streams: Streams):
         self.streams = streams
-        self.released: deque[tuple[Storage, torch.Event | None]] = deque()
+        self.released: deque[tuple[FlatStorage, torch.Event | None]] = deque()
 
-    def make_room(self, storage: Storage | None, prefetching: bool) -> None:
+    def make_room(self, storage: FlatStorage | None, prefetching: bool) -> None:
         """Called on the all-gather stream before `storage` (None: not created yet) is allocated: free released storage
         until at most two units are alive. `storage` itself, if released, is taken back. A unit that unshards for itself
         keeps one: the unit before it may still compute. A prefetch keeps none: the unit that prefetches computes."""
@@ -73,9 +65,9 @@ class ReleasedMemory:
         while len(self.released) > (0 if prefetching else 1):
             self._free_oldest()
 
-    def release(self, storage: Storage) -> None:
+    def release(self, storage: FlatStorage) -> None:
         """Take ownership of `storage`. The compute stream's last use of it has been enqueued."""
-        if self.streams.lazy:
+        if self.streams.lazy or not storage.nbytes:
             storage.free()
         else:
             self.released.append((storage, self.streams.record()))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from fsdp2 import MixedPrecisionPolicy, OrderError, ZeroPolicy, events, fully_shard
+from fsdp2.runtime.unit import unit_for
 from tests.helpers.extensions import layers_in_pieces
 from tests.helpers.parity_models import count
 from tests.helpers.ranks import on_ranks
@@ -208,8 +209,23 @@ def test_grad_dtype_that_is_set_between_steps(rank: int, world_size: int) -> Non
     model.zero_grad()
     for param in model.parameters():
         param.grad_dtype = torch.float32
+    model.set_requires_gradient_sync(False)  # waiting gradients have that dtype too
+    backward_of(model, X.bfloat16())
+    assert all(param.unsharded.grad.dtype == torch.float32 for param in unit_for(model).params)
+    model.set_requires_gradient_sync(True)
     backward_of(model, X.bfloat16())
     assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+
+
+@on_ranks(2)
+def test_a_layer_is_taken_out(rank: int, world_size: int) -> None:
+    """`model.head = nn.Identity()` after fully_shard: its parameters are nobody's, and the others train."""
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    backward_of(model)
+    model[0] = nn.Identity()
+    model.zero_grad()
+    backward_of(model)
+    assert model[1].weight.grad is not None
 
 
 @on_ranks(2)

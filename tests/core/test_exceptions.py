@@ -27,7 +27,7 @@ from tests.helpers.parity_models import (
     shard_blocks,
 )
 from tests.helpers.ranks import on_ranks
-from tests.helpers.two_layers import assert_same_gradients, backward_of, sharded_layers, two_layers
+from tests.helpers.two_layers import X, assert_same_gradients, backward_of, sharded_layers, two_layers
 
 
 class Broken(Exception):
@@ -308,3 +308,24 @@ def test_reset_after_an_unshard_that_failed(
     plain = two_layers()
     backward_of(plain)
     assert_same_gradients(model, plain)
+
+
+@on_ranks(4)
+def test_other_weights_after_an_unshard_that_failed(rank: int, world_size: int) -> None:
+    """The rows on the smaller mesh stayed, and the next forward gathered these in place of the new weights."""
+    model = sharded_layers(reshard_after_forward=2)
+    output = model(X)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+
+        def failing(*_: Any) -> None:
+            raise torch.OutOfMemoryError("on every rank")
+
+        monkeypatch.setattr(Gather, "_finish", failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            output.square().mean().backward()
+        model.reset_iter_state()
+    plain = two_layers()
+    with torch.no_grad():
+        for param in (*model.parameters(), *plain.parameters()):
+            param.mul_(3)
+        assert torch.equal(model(X), plain(X))

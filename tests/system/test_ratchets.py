@@ -7,6 +7,7 @@ numbers here when you have made them smaller.
 
 from __future__ import annotations
 
+import ast
 import gc
 import multiprocessing
 import sys
@@ -33,6 +34,7 @@ MAX_C_CALLS = 146
 # Of the Python calls: those of packages that a plain unit should not need.
 MAX_CALLS_OF = {"watch": 6, "checks": 0, "extras": 0, "disk": 0}
 MAX_CORE_LINES = 5_899
+MAX_OF_A_CLASS = (300, 14, 40)
 # (module of the core, module outside of it)
 KNOWN_IMPORTS: list[tuple[str, str]] = []
 
@@ -89,6 +91,22 @@ def core() -> list[Module]:
 
 def test_lines_of_the_core() -> None:
     assert sum(module.path.read_text(encoding="utf-8").count("\n") for module in core()) <= MAX_CORE_LINES
+
+
+def test_classes_of_the_core() -> None:
+    """(lines, attributes, branches: `if`, `and`, `x if y`) of each, without exceptions."""
+    for module in core():
+        for each in [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]:
+            nodes = [*ast.walk(each)]
+            init = [node for node in each.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+            targets = [node for body in init for node in ast.walk(body) if isinstance(node, ast.Attribute)]
+            ands = [node for node in nodes if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And)]
+            sizes = (
+                (each.end_lineno or 0) - each.lineno + 1,
+                len({node.attr for node in targets if isinstance(node.ctx, ast.Store)}),
+                sum(isinstance(node, (ast.If, ast.IfExp)) for node in nodes) + sum(len(a.values) - 1 for a in ands),
+            )
+            assert all(size <= most for size, most in zip(sizes, MAX_OF_A_CLASS, strict=True)), (each.name, sizes)
 
 
 def test_imports_of_the_core() -> None:
