@@ -137,8 +137,6 @@ class Bucket:
             self.changes.check_use(self.channel.fqn)
 
     def _finish_gathering(self) -> None:
-        if self.phase is not Phase.GATHERING:
-            return
         under_way, self._under_way = self._under_way, None
         assert under_way is not None
         try:
@@ -162,8 +160,8 @@ class Bucket:
 
     def abandon_gather(self) -> None:
         """Wait for an all-gather ahead that nobody will use. If it fails too, its failure is not the first."""
-        with suppress(CollectiveError):
-            self._finish_gathering()
+        with suppress(CollectiveError, OrderError):
+            self.wait_for_unshard()
 
     def reshard(self, memory: ReleasedMemory, to: Phase = Phase.SHARDED, keep_values: bool = False) -> None:
         """Free the unsharded parameters, and with `to=SHARDED` the part that the source has kept. `keep_values`: keep
@@ -172,7 +170,8 @@ class Bucket:
         Raises:
             OrderError: an unsharded parameter was changed in place, and `adopt_changes` was not called.
         """
-        self._finish_gathering()  # what was prefetched and not used
+        if self.phase is Phase.GATHERING:
+            self._finish_gathering()  # prefetched but not used
         if self.phase is Phase.SHARDED or (self.phase is not Phase.UNSHARDED and to is not Phase.SHARDED):
             return
         emit("reshard", self.channel.fqn)
