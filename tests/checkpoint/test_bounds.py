@@ -153,6 +153,7 @@ SOUND = {
     "a compressed byteorder",
     "metadata with a hollow end",
     "a hollow index",
+    "a manifest of lists",
 }  # what is harmful is not read, and the rest is
 
 

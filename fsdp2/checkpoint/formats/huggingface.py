@@ -32,7 +32,7 @@ NAMES = (
     "adapter_model.safetensors",
     "pytorch_model.bin",
 )
-MAX_INDEX_BYTES = 1 << 28
+MAX_INDEX_BYTES = 1 << 27
 
 
 def is_huggingface(storage: Storage, path: str) -> bool:

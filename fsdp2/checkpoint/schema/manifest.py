@@ -40,7 +40,7 @@ __all__ = ["FORMAT", "MANIFEST", "MAX_MANIFEST_BYTES", "SECTIONS", "Manifest", "
 
 FORMAT = "fsdp2/2"
 MANIFEST = "checkpoint.json"
-MAX_MANIFEST_BYTES = 1 << 28
+MAX_MANIFEST_BYTES = 1 << 27
 MAX_WORLD = 1 << 20
 LAYOUT = re.compile(rb'\{"crc32": "[^"]*", "body": (.*)\}\n', re.DOTALL)
 SECTIONS = ("model", "optimizer")
