@@ -1,5 +1,6 @@
 """`set_all_reduce_hook`: the user's function that changes reduced gradients. Layer: extras."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -37,9 +38,24 @@ def _set_hook(module: object, hook: Callable[..., None] | None, stream: torch.St
             "set_all_reduce_hook: stream= is for a mesh without a replicate axis; here the hook runs on the stream "
             "of the all-reduce. Pass stream=None."
         )
-    has_meshes = len({group.roles.mesh for group in groups}) > 1
-    with_mesh = hook if hook is None or has_meshes else lambda flat, _mesh: hook(flat)
+    meshes = {group.roles.mesh for group in groups}
+    if len(meshes) > 1 and hook is not None and not _takes_mesh(hook):
+        raise ArgumentError(
+            f"set_all_reduce_hook: the unit's parameters are on the meshes {sorted(map(str, meshes))}; expected a hook "
+            "that is called as hook(flat, mesh)"
+        )
+    with_mesh = hook if hook is None or len(meshes) > 1 else lambda flat, _mesh: hook(flat)
     change_settings(module, False, all_reduce_hook=None if with_mesh is None else _OnStream(with_mesh, stream))
+
+
+def _takes_mesh(hook: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(hook).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # compiled code may have no signature
+        pass
+    return True
 
 
 hooks.setters["set_all_reduce_hook"] = _set_hook

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from fsdp2._torch import local_tensor, make_parameter
+from fsdp2.extras.kept import set_keep
 from fsdp2.module import FSDPModule, original_class
 from fsdp2.runtime import hooks
 from fsdp2.runtime.bucket import Bucket
@@ -93,7 +94,7 @@ def _fill(old: Unit, memo: dict[int, Any]) -> None:
 def follow_settings(group: Bucket, other: Bucket) -> None:
     """Let `group` have what was set for `other`, of the same roles."""
     group.smaller = other.smaller
-    group.set_keep(other.keep)
+    set_keep(group, other.keep)
     own, theirs = group.channel, other.channel
     own.scatter_group, own.base, own.comm = theirs.scatter_group, theirs.base, theirs.comm
     group.gradients.make_plan = other.gradients.make_plan

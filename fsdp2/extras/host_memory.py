@@ -13,6 +13,7 @@ from fsdp2.arguments import unfit
 from fsdp2.errors import OrderError, UnsupportedError
 from fsdp2.policies import OffloadPolicy, boolean
 from fsdp2.runtime import hooks
+from fsdp2.runtime.bucket import Phase
 from fsdp2.runtime.step import Step
 from fsdp2.runtime.streams import Streams
 from fsdp2.runtime.unit import Unit
@@ -85,7 +86,8 @@ def _own_policy(policy: Any) -> OffloadPolicy:
 def _check_home(units: Sequence[Unit]) -> None:
     """Raise if parameters are not where offload keeps them."""
     for unit in units:
-        held = [(param.plan.offload.home, param.fqn, now) for group in unit.groups for param, now in group.held()]
+        sharded = [group for group in unit.groups if group.phase is Phase.SHARDED]
+        held = [(param.plan.offload.home, param.fqn, param.held) for group in sharded for param in group.params]
         found = [(fqn, now.device) for home, fqn, now in held if home not in (None, now.device) and not now.is_meta]
         if found:
             raise OrderError(

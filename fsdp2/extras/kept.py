@@ -9,6 +9,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,11 @@ from fsdp2._torch.shared import is_fake
 from fsdp2.extras.host_memory import host
 from fsdp2.extras.in_place import own_rows
 from fsdp2.runtime import hooks
-from fsdp2.runtime.bucket import Bucket
+from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.source import Around, Source
+from fsdp2.runtime.source import Around, Source, wrapped
 from fsdp2.runtime.storage import ReleasedMemory
+from fsdp2.runtime.streams import streams_for
 from fsdp2.settings import units_of
 from fsdp2.watch.exchange import Exchange, at_once
 
@@ -28,7 +30,9 @@ from fsdp2.watch.exchange import Exchange, at_once
 class SameAddress(Around):
     """Keeps the memory. The next gather writes to it while compute may still read it, so it waits for compute."""
 
-    follows_compute = True
+    @property
+    def follows_compute(self) -> bool:  # type: ignore[override]
+        return True
 
     def release(self, group: Bucket, memory: ReleasedMemory, keep_values: bool) -> None:
         pass
@@ -43,13 +47,16 @@ class Keeping(Around):
 
     is_current: Callable[[], bool] | None = None
 
+    @property
+    def follows_compute(self) -> bool:  # type: ignore[override]
+        return self.is_current is not None or self.inner.follows_compute
+
     def keep(self, is_current: Callable[[], bool]) -> None:
         """In place of a release."""
-        self.is_current, self.follows_compute = is_current, True
+        self.is_current = is_current
 
     def start(self, group: Bucket) -> Callable[[], None]:
         is_current, self.is_current = self.is_current, None
-        self.follows_compute = self.inner.follows_compute
         return _nothing if is_current is not None and is_current() else self.inner.start(group)
 
     def forget(self, memory: ReleasedMemory) -> None:
@@ -172,12 +179,23 @@ def _has_shard(param: ManagedParameter) -> bool:
     return torch.equal(rows, shard.to(rows.device, rows.dtype))
 
 
+def set_keep(group: Bucket, keep: Any) -> None:
+    """Keep something else when the group reshards, a key of `hooks.keeps`; False for nothing."""
+    if group.phase is Phase.PART:
+        group.seen.slots.put(group.seen.at_rest)
+        with streams_for(group.roles.device).gathering():
+            group.source.drop_part(group)
+        group.phase = Phase.SHARDED
+    group.keep = keep
+    group.source = wrapped(group.source, group)
+
+
 def _keep_storage(module: object, enable: bool, recurse: bool) -> None:
     for unit in units_of(module, recurse):
         zero = unit.settings.zero
         for group in unit.groups:
             is_frozen = not any(param.sharded.requires_grad for param in group.params)
-            group.set_keep("storage" if enable else zero is not None and is_frozen and zero.keep_frozen)
+            set_keep(group, "storage" if enable else zero is not None and is_frozen and zero.keep_frozen)
 
 
 hooks.setters["set_keep_unsharded_storage"] = _keep_storage

@@ -112,4 +112,5 @@ def merged(into: list[torch.Tensor], of: list[torch.Tensor]) -> tuple[list[torch
 
 hooks.shards_made.append(lay_together)
 hooks.copies.append(merged)
+hooks.has_padding.append(lambda base: place_of(base) is not None)
 hooks.orders.append(in_memory_order)

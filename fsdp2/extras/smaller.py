@@ -28,6 +28,7 @@ from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.source import Around, Source, gather_over
+from fsdp2.runtime.storage import ReleasedMemory
 from fsdp2.specs import ParamSpecs
 
 
@@ -56,6 +57,10 @@ class SmallerShards(Around):
         return [param.resharded for param in group.params]
 
     def drop_part(self, group: Bucket) -> None:
+        self.arrived(group)
+        self.inner.drop_part(group)
+
+    def arrived(self, group: Bucket) -> None:
         """The modules hold other forms. Those that the user froze meanwhile stay so."""
         if self._copies:
             self._copies = []
@@ -63,7 +68,9 @@ class SmallerShards(Around):
             for param in group.params:
                 param.resharded = None
 
-    arrived = drop_part
+    def forget(self, memory: ReleasedMemory) -> None:
+        self._copies = []
+        self.inner.forget(memory)
 
     def forget_plans(self) -> None:
         self._gather = None

@@ -29,11 +29,11 @@ from fsdp2.events import emit, profiler_range
 from fsdp2.mesh import MeshRoles
 from fsdp2.nothing import NOTHING
 from fsdp2.runtime import hooks
-from fsdp2.runtime.changes import Changes, Seen, check_stand_in
+from fsdp2.runtime.changes import Changes, Seen, check_stand_in, grad_dtype_of
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients, needs_grad
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.source import Source, Unchosen, wrapped
+from fsdp2.runtime.source import Source, Unchosen
 from fsdp2.runtime.storage import ReleasedMemory
 
 
@@ -201,11 +201,6 @@ class Bucket:
         if is_converted:
             self._drop_unsharded()
 
-    def set_keep(self, keep: Any) -> None:
-        """Keep something else from now on."""
-        self.keep = keep
-        self.source = wrapped(self.source, self)
-
     # --- between steps -----------------------------------------------------------------------------------------------
 
     def look(self, memory: ReleasedMemory) -> bool:
@@ -215,13 +210,14 @@ class Bucket:
         Raises:
             OrderError: unsharded parameters were moved or converted.
         """
+        if self.seen.grad_dtypes != list(map(grad_dtype_of, self.seen.sharded)):
+            self._follow_grad_dtypes()
         if self.phase is Phase.SHARDED:
             if not self.changing and self.seen.look() != self.seen.known:  # otherwise the local tensors are stand-ins
                 self._follow_shards(memory)
             self.seen.versions = self.seen.now()
             return False
-        if self.phase is Phase.UNSHARDED:
-            self.changes.check_unconverted()
+        self.changes.check_unconverted()
         self.adopt_changes()
         is_stale = self.is_stale
         self.seen.versions = self.seen.now()
@@ -234,10 +230,13 @@ class Bucket:
                 self.refresh()
             else:
                 self.seen.warn_of_assigned_data()
-                for param in self.params:
-                    param.follow_grad_dtype()
-                self.gradients.forget_plans()
                 self.seen = Seen(self.params)
+
+    def _follow_grad_dtypes(self) -> None:
+        for param in self.params:
+            param.follow_grad_dtype()
+        self.seen.grad_dtypes = list(map(grad_dtype_of, self.seen.sharded))
+        self.gradients.forget_plans()
 
     @property
     def is_stale(self) -> bool:
@@ -294,11 +293,6 @@ class Bucket:
         """The channel has another `Comm`: forget what was planned for the previous one."""
         self.gradients.forget_plans()
         self.source.forget_plans()
-
-    def held(self) -> list[tuple[ManagedParameter, torch.Tensor]]:
-        """The parameters with the sharded ones, or replacements from a loader."""
-        is_sharded = self.phase is Phase.SHARDED
-        return [(param, param.held if is_sharded else param.sharded) for param in self.params]
 
 
 def _refuse_gradient(fqn: str, _param: torch.Tensor) -> None:

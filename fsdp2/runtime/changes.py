@@ -21,7 +21,7 @@ from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import SlotTable
 
-_grad_dtype: Callable[[torch.Tensor], torch.dtype | None] = attrgetter("grad_dtype")
+grad_dtype_of: Callable[[torch.Tensor], torch.dtype | None] = attrgetter("grad_dtype")
 
 
 class Seen:
@@ -35,6 +35,7 @@ class Seen:
         versions: how often torch saw each change. Those of the DTensors: all ranks run the same DTensor operators,
             while local tensors may change on some ranks only, and a gather that only some ranks issue would hang.
         known: what `look` found.
+        grad_dtypes: theirs.
         slots: where the modules hold the parameters.
     """
 
@@ -48,14 +49,15 @@ class Seen:
         self._locals = list(map(local_of, self.sharded))  # kept alive, so that ids tell them apart
         self.ids = list(map(id, self._locals))
         self.known = self.look()
+        self.grad_dtypes = list(map(grad_dtype_of, self.sharded))
         self.versions = self.now()
 
     def look(self) -> list[Any]:
-        """What is `known` while nothing is moved, converted or assigned: the storages, the local tensors, the dtypes of
-        gradients, and the addresses (`share_memory_` changes them)."""
+        """What is `known` while nothing is moved, converted or assigned: the storages, the local tensors, and the
+        addresses (`share_memory_` changes them)."""
         addresses = map(torch.Tensor.data_ptr, self._plain)
         local_tensors = map(id, map(local_of, self.sharded))
-        return [*map(storage_id, self.sharded), *local_tensors, *map(_grad_dtype, self.sharded), *addresses]
+        return [*map(storage_id, self.sharded), *local_tensors, *addresses]
 
     def now(self) -> list[int]:
         """The versions of now."""

@@ -41,7 +41,9 @@ levels: dict[str, Callable[..., Any]] = {}
 # Called with the parameters of a group whose shards nothing else refers to yet, which it may put elsewhere: returns
 # whether it did.
 shards_made: list[Callable[[Sequence[Any]], bool]] = []
-# Called before these, with the list of parameters and the `Channel`: may sort it, on all ranks alike.
+# Called with the base of a shard: whether a feature has made it for this shard and its padding alone.
+has_padding: list[Callable[[Any], bool]] = []
+# Called before `shards_made`, with the list of parameters and the `Channel`: may sort it, on all ranks alike.
 orders: list[Callable[[list[Any], Any], None]] = []
 # Called when a gather is planned, with its copies of shards, all of one dtype, as two lists: fewer that do the same.
 copies: list[Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]] = []

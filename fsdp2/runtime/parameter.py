@@ -307,11 +307,10 @@ sharded_of: Callable[[ManagedParameter], nn.Parameter] = attrgetter("sharded")
 
 
 def _flat_of(local: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous shard, flat: with its padding, if it begins such memory."""
+    """The memory of a contiguous shard, flat: with its padding, if a feature has made it so."""
     base = base_of(local)
-    if base is None or base.ndim != 1 or base.dtype is not local.dtype or not base.is_contiguous():
-        return local.reshape(-1)
-    return base if base.data_ptr() == local.data_ptr() else local.reshape(-1)
+    is_ours = base is not None and any(made(base) for made in hooks.has_padding)
+    return base if is_ours and base.data_ptr() == local.data_ptr() else local.reshape(-1)  # type: ignore[return-value, union-attr]
 
 
 def _is_current(param: ManagedParameter, local: torch.Tensor) -> bool:

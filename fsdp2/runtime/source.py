@@ -40,7 +40,7 @@ class Source:
         keeps_part: a reshard within a step may keep a part of the values.
     """
 
-    follows_compute = False
+    follows_compute: bool = False
     keeps_part = False
 
     @property
@@ -87,8 +87,11 @@ class Around(Source):
 
     def __init__(self, inner: Source):
         self.inner = inner
-        self.follows_compute = self.follows_compute or inner.follows_compute
         self.keeps_part = self.keeps_part or inner.keeps_part
+
+    @property
+    def follows_compute(self) -> bool:  # type: ignore[override]
+        return self.inner.follows_compute
 
     @property
     def base(self) -> "Shards":

@@ -131,7 +131,7 @@ class Unit:
     def refresh(self) -> None:
         """Adopt parameters that were moved, converted or replaced. Raises `OrderError` if some are still on the meta
         device."""
-        on_meta = [param.fqn for group in self.groups for param, held in group.held() if held.is_meta]
+        on_meta = [param.fqn for group in self.groups for param in group.params if param.held.is_meta]
         if on_meta:
             raise OrderError(
                 f"unit '{self.name}': parameters are still on the meta device: {on_meta}. Materialise them first: "

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from fsdp2 import MixedPrecisionPolicy, OrderError, ZeroPolicy, events, fully_shard
+from fsdp2 import MixedPrecisionPolicy, Offload, OrderError, ZeroPolicy, events, fully_shard, offload_optimizer
 from fsdp2.runtime.unit import unit_for
 from tests.helpers.extensions import layers_in_pieces
 from tests.helpers.parity_models import count
@@ -215,6 +215,48 @@ def test_grad_dtype_that_is_set_between_steps(rank: int, world_size: int) -> Non
     model.set_requires_gradient_sync(True)
     backward_of(model, X.bfloat16())
     assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["stays unsharded", "stepped in the background"])
+def test_grad_dtype_that_is_set_while_shards_are_not_looked_at(rank: int, world_size: int, how: str) -> None:
+    """Behaviour 36, where a unit has not resharded, or its shards are being stepped: the backward raised."""
+    stays = how == "stays unsharded"
+    options: dict[str, Any] = {"reshard_after_forward": False} if stays else {"offload_policy": Offload()}
+    model = fully_shard(nn.Linear(8, 8).to(torch.bfloat16), **options)
+    model.set_reshard_after_backward(not stays)
+    params = [*model.parameters()]
+    optimizer: Any = torch.optim.AdamW(params) if stays else offload_optimizer(torch.optim.AdamW, params)
+    backward_of(model, X.bfloat16())
+    optimizer.step()
+    optimizer.zero_grad()
+    for param in params:
+        param.grad_dtype = torch.float32
+    backward_of(model, X.bfloat16())
+    assert all(param.grad.dtype == torch.float32 for param in params)
+
+
+@on_ranks(4)
+def test_frozen_and_then_other_settings(rank: int, world_size: int) -> None:
+    """Between forward and backward, by what the module holds, the rows on the smaller mesh: these were thrown away."""
+    model = fully_shard(nn.Linear(8, 8), reshard_after_forward=2)
+    output = model(X)
+    model.weight.requires_grad_(False)
+    model.set_keep_unsharded_storage(True)
+    output.square().mean().backward()
+    assert not model.weight.requires_grad
+    assert model.weight.grad is None and model.bias.grad is not None
+
+
+@on_ranks(8)
+def test_inner_shards_on_a_smaller_mesh(rank: int, world_size: int) -> None:
+    """Shards of replicas, and an int `reshard_after_forward`: the inner ones stayed for the next step."""
+    model = fully_shard(nn.Linear(8, 8), reshard_after_forward=2, zero=ZeroPolicy(3, shard_size=4, shard_replicas=True))
+    backward_of(model)
+    for param in model.parameters():
+        param.to_local().detach().data.zero_()  # which no counter counts
+    with torch.no_grad():
+        assert not model(X).any()
 
 
 @on_ranks(2)
