@@ -93,7 +93,7 @@ class KnownRuns:
         stepper = optim.local_optimizer(torch.optim.AdamW, self.shards.params)
         set_grads(self.shards.params, self.shards.grads)
         stepper.step()
-        self.runs = [nn.Parameter(flat.local.detach()) for taken in stepper.taken for flat in taken.flats]
+        self.runs = [nn.Parameter(flat.local.detach()) for flat in stepper.flats.flats]
         locals_ = [grad.to_local() for grad in self.shards.grads if isinstance(grad, DTensor)]
         self.grads = joined(locals_)[1]
         set_grads(self.shards.params, self.shards.grads)

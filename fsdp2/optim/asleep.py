@@ -90,7 +90,7 @@ def sleep(
     if "optimizer" not in keep:
         for optimizer in optimizers:
             if isinstance(optimizer, LocalOptimizer):
-                optimizer.taken = []  # they lie on the memory that the state leaves
+                optimizer.flats = None  # they lie on the memory that the state leaves
             back += [_put_state(state, place) for state in optimizer.state.values()]
             refuse = optimizer.register_step_pre_hook(_refuse_step)
             back.append(refuse.remove)

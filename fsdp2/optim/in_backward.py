@@ -14,7 +14,7 @@ https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutor
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -120,13 +120,13 @@ class _Part:
         sharded: all parameters of the reduction.
         lists: the optimizer's lists of parameters, and how long these were.
         members: the parameters to step, for each param group.
-        taken: what `LocalOptimizer` knows of them.
+        flats: those of a `LocalOptimizer`, of its last step.
     """
 
     sharded: list[torch.Tensor]
     lists: list[tuple[int, int]]
     members: list[list[torch.Tensor]]
-    taken: list[Any] = field(default_factory=list)
+    flats: Any = None
 
 
 class StepInBackward:
@@ -200,16 +200,16 @@ class StepInBackward:
         groups = optimizer.param_groups
         whole = [group["params"] for group in groups]
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        taken = [] if local is None else local.taken
+        flats = None if local is None else local.flats
         try:
             for group, members in zip(groups, part.members, strict=True):
                 group["params"] = members
             if local is not None:
-                local.taken = part.taken
+                local.flats = part.flats
             optimizer.step()
         finally:
             if local is not None:
-                part.taken, local.taken = local.taken, taken
+                part.flats, local.flats = local.flats, flats
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
         for group, before in zip(groups, options, strict=True):

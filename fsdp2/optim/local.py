@@ -2,22 +2,12 @@
 
 Between steps a local optimizer behaves like the torch optimizer: it holds the sharded parameters and DTensor state, and
 everything in torch that builds on these (schedulers, `GradScaler`, `state_dict`, hooks, distributed checkpoints) works.
-Only within `step` do its param groups and its state hold plain tensors on the same memory::
-
-    step    the closure, if there is one
-            param groups: DTensor parameters -> their local tensors, with the local gradients; those that lie end to end
-                          are one tensor (see `flats`)
-            state:        DTensors           -> their local tensors, joined likewise
-            the torch optimizer's own step
-            state:        new entries -> DTensors like their parameters; param groups: as before
-
-This is correct only for elementwise optimizers.
+Only within `step`, after the closure, do its param groups and its state hold plain tensors on the same memory (see
+`flats`). This is correct only for elementwise optimizers.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -93,19 +83,19 @@ class LocalOptimizer(torch.optim.Optimizer):
     """Base class of the optimizers from `local_optimizer`, for `isinstance`.
 
     Attributes:
-        taken: of each param group, what the last step stepped. Only `step` uses it, and works without.
+        flats: what the last step stepped. Only `step` uses it, and works without.
     """
 
     counts_changes = True  # of parameters itself, see `fsdp2.checks.step_hook`
     _joins = False  # whether parameters may be stepped as one tensor: only for optimizers known to be elementwise
 
     def __init__(self, params: Params, **options: Any):
-        self.taken: list[Flats] = []
+        self.flats: Flats | None = None
         super().__init__(params, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called after a copy, and by `load_state_dict`."""
-        self.taken = []
+        self.flats = None
         super().__setstate__(state)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -125,29 +115,21 @@ class LocalOptimizer(torch.optim.Optimizer):
         held = [group["params"] for group in groups]
         if all(param.grad is None for params in held for param in params):
             return loss  # backward may have stepped them (`step_in_backward`)
-        last, self.taken = self.taken, []  # if a gradient is wrong, the others are released
-        self.taken = [
-            before if before is not None and before.enter(params, states) else Flats(params, states, self._joins)
-            for params, before in zip_longest(held, last[: len(held)])
-        ]
-        inner: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
-        for group, taken in zip(groups, self.taken, strict=True):
-            inner.update((flat.local, flat.state) for flat in taken.flats if flat.state is not None)
-            inner.update((param, states[param]) for param in taken.plain if param in states)
-            group["params"] = [*(flat.local for flat in taken.flats), *taken.plain]
-        self.__dict__["state"] = inner
+        last, self.flats = self.flats, None  # if a gradient is wrong, the others are released
+        fits = last is not None and last.fits(held, states)
+        flats = self.flats = last if last is not None and fits else Flats(held, states, self._joins)
+        for group, stepped in zip(groups, flats.groups, strict=True):
+            group["params"] = stepped
+        self.__dict__["state"] = flats.state
         try:
             without_hooks(super().step)(self)
         finally:
             self.__dict__["state"] = states
             for group, params in zip(groups, held, strict=True):
                 group["params"] = params
-            changed = [taken.leave(states, inner) for taken in self.taken]
-            states.update(inner)
-            for taken in self.taken if any(changed) else ():
-                taken.note(states)
+            flats.leave(states)
         # As after operations on the DTensors: tells autograd that tensors it may have saved have changed.
-        torch.autograd.graph.increment_version([tensor for taken in self.taken for tensor in taken.written])
+        torch.autograd.graph.increment_version(flats.written)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

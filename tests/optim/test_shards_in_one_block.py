@@ -201,12 +201,12 @@ def test_neighbours_are_found_later(rank: int, world_size: int) -> None:
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step()
-    assert len(optimizer.taken[0].flats) == 14
+    assert len(optimizer.flats.flats) == 14
     for step in range(5):
         optimizer.zero_grad()
         backward(model, step, rank)
         optimizer.step()
-    assert len(optimizer.taken[0].flats) <= 5
+    assert len(optimizer.flats.flats) <= 5
 
 
 @on_ranks(2)

@@ -51,8 +51,8 @@ def train(
 
 def num_stepped(optimizer: Optim) -> int:
     """How many tensors the torch optimizer saw in the last step."""
-    assert isinstance(optimizer, LocalOptimizer)
-    return sum(len(taken.flats) for taken in optimizer.taken)
+    assert isinstance(optimizer, LocalOptimizer) and optimizer.flats is not None
+    return len(optimizer.flats.flats)
 
 
 def num_blocks(params: Iterable[nn.Parameter]) -> int:
