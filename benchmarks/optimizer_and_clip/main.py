@@ -160,14 +160,6 @@ def first_calls(chosen: dict[str, tuple[Callable[[], None], Callable[[], Any]]],
     return seconds
 
 
-def with_before(before: Callable[[], None], timed: Callable[[], Any]) -> Callable[[], None]:
-    def step() -> None:
-        before()  # assigning gradients takes microseconds
-        timed()
-
-    return step
-
-
 def baseline_of(name: str) -> str:
     """What a variant is compared with: torch, through DTensors, in the same implementation."""
     kind = name.split()[2:] or ["fused"]
@@ -203,7 +195,8 @@ def main() -> None:
     common.join(options.device, options.threads)
     chosen = variants(options)
     first = first_calls(chosen, options.reverse)
-    steps = {name: with_before(*pair) for name, pair in chosen.items()}
+    # The gradients stay from round to round: to assign them takes as long as a third of a clip.
+    steps = {name: timed for name, (_, timed) in chosen.items()}
     timings = common.interleave(steps, options.rounds, options.warmup, options.device)
     if dist.get_rank() == 0:
         size = f"{options.params}x{options.rows}x{options.dim}"
