@@ -67,7 +67,7 @@ class ReleasedMemory:
 
     def release(self, storage: FlatStorage) -> None:
         """Take ownership of `storage`. The compute stream's last use of it has been enqueued."""
-        if self.streams.lazy or not storage.nbytes:
+        if self.streams.lazy:
             storage.free()
         else:
             self.released.append((storage, self.streams.record()))
