@@ -44,6 +44,7 @@ LEFT_OUT = {
     "tests/core/test_changed_parameters.py::test_what_was_gathered_ahead_is_old": USELESS,
     "tests/core/test_exceptions.py::test_a_model_is_dropped_while_messages_are_under_way": USELESS,
     "tests/core/test_exceptions.py::test_the_next_gather_waits_for_what_a_dropped_model_was_sent": USELESS,
+    "tests/core/test_exceptions.py::test_other_weights_after_an_unshard_that_failed": USELESS,
     "tests/core/test_joint_step.py::test_other_meshes": USELESS,
     "tests/core/test_replicated_use.py::test_changed_between_forward_and_backward": USELESS,
     "tests/core/test_replicated_use.py::test_other_values_assigned_between_forward_and_backward": USELESS,
