@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from fsdp2 import MixedPrecisionPolicy, Offload, OrderError, ZeroPolicy, events, fully_shard, offload_optimizer
-from fsdp2.runtime.unit import unit_for
+from fsdp2.runtime.root import units_below
 from tests.helpers.extensions import layers_in_pieces
 from tests.helpers.parity_models import count
 from tests.helpers.ranks import on_ranks
@@ -211,7 +211,8 @@ def test_grad_dtype_that_is_set_between_steps(rank: int, world_size: int) -> Non
         param.grad_dtype = torch.float32
     model.set_requires_gradient_sync(False)  # waiting gradients have that dtype too
     backward_of(model, X.bfloat16())
-    assert all(param.unsharded.grad.dtype == torch.float32 for param in unit_for(model).params)
+    waiting = [param.unsharded.grad for unit in units_below(model) for param in unit.params]
+    assert waiting and all(grad.dtype == torch.float32 for grad in waiting)
     model.set_requires_gradient_sync(True)
     backward_of(model, X.bfloat16())
     assert all(param.grad.dtype == torch.float32 for param in model.parameters())
@@ -263,9 +264,7 @@ def test_inner_shards_on_a_smaller_mesh(rank: int, world_size: int) -> None:
 def test_a_layer_is_taken_out(rank: int, world_size: int) -> None:
     """`model.head = nn.Identity()` after fully_shard: its parameters are nobody's, and the others train."""
     model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-    backward_of(model)
     model[0] = nn.Identity()
-    model.zero_grad()
     backward_of(model)
     assert model[1].weight.grad is not None
 
