@@ -57,10 +57,11 @@ def boxes_of(items: Iterable[Item], rank: int) -> list[Place]:
     """See `Weights.boxes`."""
     found = []
     for item in items:
-        box = item.tiling.box_of(rank)
-        if box is not None:
-            name, dtype, shape = item.meta
-            found.append(Place(name, dtype, shape, box.start, box.shape, rank, item.tiling.owns(rank)))
+        for piece in item.pieces:
+            box = piece.outside(piece.tiling.box_of(rank))
+            if box is not None:
+                name, dtype, shape = item.meta
+                found.append(Place(name, dtype, shape, box.start, box.shape, rank, piece.tiling.owns(rank)))
     return found
 
 
@@ -69,14 +70,17 @@ def box_of(wanted: Wanted) -> Box:
     return Box(tuple(wanted.start), tuple(wanted.shape))
 
 
-def parts_for(wanted: Sequence[Wanted], items: Mapping[str, Item], rank: int) -> Iterator[tuple[Wanted, int, Box, Box]]:
-    """What `rank` sends: the wanted slice, its index, the box that the rank holds, and the common part."""
+def parts_for(
+    wanted: Sequence[Wanted], items: Mapping[str, Item], rank: int
+) -> Iterator[tuple[Wanted, int, int, Box, Box]]:
+    """What `rank` sends: the wanted slice, its index, which piece, the box that the rank holds, and the common part."""
     for index, each in enumerate(wanted):
-        tiling, box = items[each.name].tiling, box_of(each)
-        outside = len(each.start) != len(tiling.shape) or len(each.shape) != len(tiling.shape)
-        if outside or box.intersect(whole(tiling.shape)) != box:
-            raise ArgumentError(f"send_boxes: {each} is not within '{each.name}', which has shape {tiling.shape}")
-        for owner, own in tiling.owners(box):
-            common = own.intersect(box)
-            if owner == rank and common is not None:
-                yield each, index, own, common
+        item, box = items[each.name], box_of(each)
+        shape = item.meta.shape
+        if len(each.start) != len(shape) or len(each.shape) != len(shape) or box.intersect(whole(shape)) != box:
+            raise ArgumentError(f"send_boxes: {each} is not within '{each.name}', which has shape {shape}")
+        for number, piece in enumerate(item.pieces):
+            own = piece.outside(piece.tiling.box_of(rank)) if piece.tiling.owns(rank) else None
+            common = None if own is None else own.intersect(box)
+            if own is not None and common is not None:
+                yield each, index, number, own, common

@@ -20,7 +20,7 @@ import torch
 from fsdp2._torch import foreach_copy
 from fsdp2.errors import OrderError
 from fsdp2.placement.box import Box
-from fsdp2.transfer.items import Item, holders
+from fsdp2.transfer.items import Item
 from fsdp2.transfer.route import Flight, Route, aligned
 
 HEAD = 32  # four int64: pass, bucket, whether the rank leaves, and one that is free
@@ -69,7 +69,7 @@ class _Plan(NamedTuple):
 
     Attributes:
         indices: of its items.
-        parts: of each rank: (index of the item, its box, where it begins in what the rank sends).
+        parts: of each rank: (index of the item, which piece, its box, where it begins in what the rank sends).
         sizes: what each rank sends, in bytes; empty if nobody sends.
     """
 
@@ -77,7 +77,7 @@ class _Plan(NamedTuple):
     indices: range
     tensors: tuple[Placed, ...]
     nbytes: int
-    parts: list[list[tuple[int, Box, int]]]
+    parts: list[list[tuple[int, int, Box, int]]]
     sizes: list[int]
 
 
@@ -97,14 +97,14 @@ def plan_buckets(items: Sequence[Item], ranks: tuple[int, ...], bucket_bytes: in
 
 def _plan(number: int, items: Sequence[Item], indices: range, ranks: tuple[int, ...]) -> _Plan:
     tensors, end = [], 0
-    parts: list[list[tuple[int, Box, int]]] = [[] for _ in ranks]
+    parts: list[list[tuple[int, int, Box, int]]] = [[] for _ in ranks]
     sizes = [HEAD] * len(ranks)
     for index in indices:
         item = items[index]
         tensors.append(Placed(*item.meta, end))
         end += aligned(item.nbytes)
-        for rank, box in holders(item.tiling, ranks) if item.tiling.cuts else ():
-            parts[rank].append((index, box, sizes[rank]))
+        for rank, piece, box in item.sent(ranks) if item.is_cut else ():
+            parts[rank].append((index, piece, box, sizes[rank]))
             sizes[rank] += aligned(box.numel * item.meta.dtype.itemsize)
     is_sent = len(ranks) > 1 and any(parts)
     return _Plan(number, indices, tuple(tensors), end, parts, sizes if is_sent else [])
@@ -114,14 +114,14 @@ class Pass:
     """One pass over the tensors.
 
     Args:
-        local: what this rank holds of each item.
+        local: what this rank holds of each item, piece by piece.
         version: of the pass.
 
     Attributes:
         checksum: of what has arrived so far.
     """
 
-    def __init__(self, items: Sequence[Item], local: Sequence[torch.Tensor], route: Route, version: int):
+    def __init__(self, items: Sequence[Item], local: Sequence[Sequence[torch.Tensor]], route: Route, version: int):
         self.checksum = 0
         self._items = items
         self._local = local
@@ -172,9 +172,9 @@ class Pass:
         flight = self._route.flight(plan.sizes, first_only)
         flight.own[:HEAD].view(torch.int64).copy_(torch.tensor([self._version, plan.number, leaves, 0]))
         into, of = [], []
-        for index, box, at in () if leaves else plan.parts[self._route.me]:
+        for index, piece, box, at in () if leaves else plan.parts[self._route.me]:
             into.append(view_of(flight.own, at, self._items[index].meta.dtype, box.shape))
-            of.append(self._local[index])
+            of.append(self._local[index][piece])
         foreach_copy(into, of)
         return flight.start()
 
@@ -188,7 +188,7 @@ class Pass:
         self._check(plan, torch.stack([row[:HEAD].view(torch.int64) for row in flight.rows]).tolist())
         into, of = [], []
         for row, parts in zip(flight.rows, plan.parts, strict=True):
-            for index, box, at in parts:
+            for index, _, box, at in parts:
                 placed = plan.tensors[index - plan.indices.start]
                 into.append(view_of(flat, placed.offset, placed.dtype, placed.shape)[box.slices()])
                 of.append(view_of(row, at, placed.dtype, box.shape))
@@ -212,9 +212,12 @@ class Pass:
         """The tensors that this rank has whole."""
         into, of = [], []
         for index, placed in zip(plan.indices, plan.tensors, strict=True):
-            if len(self._route.ranks) == 1 or not self._items[index].tiling.cuts:
-                into.append(view_of(flat, placed.offset, placed.dtype, placed.shape))
-                of.append(self._local[index])
+            item = self._items[index]
+            if len(self._route.ranks) == 1 or not item.is_cut:
+                whole = view_of(flat, placed.offset, placed.dtype, placed.shape)
+                for _, piece, box in item.sent((self._route.ranks[self._route.me],)):
+                    into.append(whole[box.slices()])
+                    of.append(self._local[index][piece])
         foreach_copy(into, of)
 
     def _end(self, flights: "deque[_Sent]", to_leave: Iterable[_Plan], first_only: bool) -> None:

@@ -11,6 +11,7 @@ of about `BYTES` together.
 """
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import strides
 from fsdp2.transfer.buckets import view_of
-from fsdp2.transfer.items import Item, holders
+from fsdp2.transfer.items import Item
 from fsdp2.transfer.route import Route, aligned
 
 BYTES = 64 << 20
@@ -49,15 +50,21 @@ class Change(NamedTuple):
 
 @torch.no_grad()
 def changes_since(
-    items: Sequence[Item], local: Sequence[torch.Tensor], since: Snapshot, route: Route
+    items: Sequence[Item], local: Sequence[Sequence[torch.Tensor]], since: Snapshot, route: Route
 ) -> Iterator[Change]:
     """See `Weights.changes`."""
-    if [each.shape for each in since.values] != [each.shape for each in local]:
+    if [each.shape for each in since.values] != [each.shape for pieces in local for each in pieces]:
         raise ArgumentError("changes: the snapshot is of another plan or another model")
     own: list[Found] = []
-    for item, new, old in zip(items, local, since.values, strict=True):
-        own.append(_changed(item, new, old, route))
-        old.copy_(new)
+    known = iter(since.values)
+    for item, pieces in zip(items, local, strict=True):
+        gives = [piece for rank, piece, _ in item.sent(route.ranks) if not item.is_cut or rank == route.me]
+        found = [_none(item, route)]
+        for number, (new, old) in enumerate(zip(pieces, known, strict=False)):
+            if number in gives:
+                found.append(_changed(item, number, new, old, route))
+            old.copy_(new)
+        own.append((torch.cat([each for each, _ in found]), torch.cat([each for _, each in found])))
     counts = _all_counts([where.numel() for where, _ in own], route)
     start = 0
     while start < len(items):
@@ -69,16 +76,18 @@ def changes_since(
         start = end
 
 
-def _changed(item: Item, new: torch.Tensor, old: torch.Tensor, route: Route) -> Found:
-    """Those of this rank's part; none if another rank tells them."""
-    index = _index_dtype(item)
-    gives = not item.tiling.cuts or route.me in [rank for rank, _ in holders(item.tiling, route.ranks)]
-    if not gives or not new.numel():
-        return torch.empty(0, dtype=index, device=route.device), new.new_empty(0, device=route.device)
+def _none(item: Item, route: Route) -> Found:
+    nothing = torch.empty(0, dtype=item.meta.dtype, device=route.device)
+    return nothing.to(_index_dtype(item)), nothing
+
+
+def _changed(item: Item, number: int, new: torch.Tensor, old: torch.Tensor, route: Route) -> Found:
+    """Those of this rank's part of a piece."""
     new = new.contiguous()
     where = (_words(new) != _words(old.contiguous())).any(1).nonzero().view(-1)
     values = new.view(-1)[where].to(route.device)
-    box = item.tiling.box_of(route.ranks[route.me])
+    piece = item.pieces[number]
+    box = piece.outside(piece.tiling.box_of(route.ranks[route.me]))
     assert box is not None
     places = torch.zeros_like(where)
     for size, first, step in zip(
@@ -86,7 +95,7 @@ def _changed(item: Item, new: torch.Tensor, old: torch.Tensor, route: Route) -> 
     ):
         places += (where % size + first) * step
         where = where // size
-    return places.to(route.device, index), values
+    return places.to(route.device, _index_dtype(item)), values
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,7 +105,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _index_dtype(item: Item) -> torch.dtype:
-    return torch.int32 if torch.Size(item.meta.shape).numel() <= 2**31 else torch.int64
+    return torch.int32 if prod(item.meta.shape) <= 2**31 else torch.int64
 
 
 def _all_counts(own: list[int], route: Route) -> list[list[int]]:
@@ -118,7 +127,7 @@ def _exchanged(
     items: Sequence[Item], own: Sequence[Found], counts: list[list[int]], indices: range, route: Route
 ) -> Iterator[Change]:
     """The changes of these tensors on all ranks."""
-    cut = [index for index in indices if items[index].tiling.cuts]
+    cut = [index for index in indices if items[index].is_cut]
     places: list[dict[int, tuple[int, int]]] = []  # of each rank: where positions and values of a tensor begin
     sizes = []
     for count in counts:
@@ -135,7 +144,9 @@ def _exchanged(
         for index in cut:
             for tensor, start in zip(own[index], places[route.me][index], strict=True):
                 view_of(flight.own, start, tensor.dtype, tensor.shape).copy_(tensor)
-        flight.start().wait(f"weights: the changes of '{items[indices[0]].key}' to '{items[indices[-1]].key}'")
+        flight.start().wait(
+            f"weights: the changes of '{items[indices[0]].meta.name}' to '{items[indices[-1]].meta.name}'"
+        )
         rows = flight.rows
     for index in indices:
         name, dtype, shape = items[index].meta

@@ -1,14 +1,23 @@
-"""`Item`: one tensor that a plan publishes, and which ranks have parts of it. Layer: transfer."""
+"""`Item`: one tensor that a plan publishes, of which pieces of the model it consists, and which ranks have parts of it.
+Layer: transfer.
 
-from collections.abc import Iterable
+A piece is a rectangle of a tensor of the model, perhaps transposed. Mostly it is the whole tensor. The stacked experts
+of a model of transformers are published one by one::
+
+    gate_up [experts, 2 * hidden, dim]  -->  experts.3.w1 [hidden, dim]     region [3:4, :hidden, :], dims (1, 2)
+                                             experts.3.w3 [hidden, dim]     region [3:4, hidden:, :], dims (1, 2)
+"""
+
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 import torch
 
-from fsdp2.placement.box import Box
+from fsdp2.placement.box import Box, whole
 from fsdp2.placement.tiling import Tiling
 
 
@@ -21,32 +30,80 @@ class Meta(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Item:
-    """A tensor of the plan.
+class Piece:
+    """A part of a tensor of the model that is a part of a published tensor.
 
     Attributes:
-        key: its name in the model.
+        key: the tensor's name in the model.
         tiling: how it is cut over the global ranks.
+        region: the part of it.
+        dims: which of its dims are those of the published tensor. Along the others the region has size 1.
+        at: where the piece begins in the published tensor.
     """
 
-    meta: Meta
     key: str
     tiling: Tiling
+    region: Box
+    dims: tuple[int, ...]
+    at: tuple[int, ...]
+
+    def outside(self, box: Box | None) -> Box | None:
+        """What a box of the model's tensor is of the published one; None if it has nothing of the region."""
+        common = None if box is None else box.intersect(self.region)
+        if common is None:
+            return None
+        start = (at + common.start[dim] - self.region.start[dim] for at, dim in zip(self.at, self.dims, strict=True))
+        return Box(tuple(start), tuple(common.shape[dim] for dim in self.dims))
+
+    def local(self, tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
+        """A view of what the box, which `tensor` holds, has of the region; in the order of the published dims."""
+        common = None if box is None else box.intersect(self.region)
+        if box is None or common is None:
+            return tensor.new_empty((0,) * len(self.dims))
+        dropped = [dim for dim in range(tensor.ndim) if dim not in self.dims]
+        found = tensor[common.within(box).slices()].permute((*self.dims, *dropped))
+        for _ in dropped:
+            found = found.select(-1, 0)
+        return found
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor of the plan, and the pieces that make it up."""
+
+    meta: Meta
+    pieces: tuple[Piece, ...]
 
     @property
     def nbytes(self) -> int:
         """Of the whole tensor, as it travels."""
-        numel = 1
-        for size in self.meta.shape:
-            numel *= size
-        return numel * self.meta.dtype.itemsize
+        return prod(self.meta.shape) * self.meta.dtype.itemsize
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank may lack a part of it."""
+        return any(piece.tiling.cuts for piece in self.pieces)
+
+    def sent(self, ranks: tuple[int, ...]) -> Iterator[tuple[int, int, Box]]:
+        """(index in `ranks`, which piece, box in the published tensor) of all parts: each once, by the first of the
+        ranks that have it."""
+        for number, piece in enumerate(self.pieces):
+            for rank, own in _holders(piece.tiling, ranks):
+                box = piece.outside(own)
+                if box is not None:
+                    yield rank, number, box
+
+
+def item_of(meta: Meta, key: str, tiling: Tiling) -> Item:
+    """A whole tensor of the model."""
+    return Item(meta, (Piece(key, tiling, whole(tiling.shape), tuple(range(len(meta.shape))), (0,) * len(meta.shape)),))
 
 
 def ranks_for(items: Iterable[Item], rank: int) -> tuple[int, ...]:
     """The ranks that together hold every tensor whole: those that differ from `rank` along cut axes. Replicas have
     ranks of their own."""
     found = {rank}
-    for tiling in dict.fromkeys(item.tiling for item in items):
+    for tiling in dict.fromkeys(piece.tiling for item in items for piece in item.pieces):
         found.update(_slice_of(tiling, rank))
     return tuple(sorted(found))
 
@@ -63,11 +120,11 @@ def _slice_of(tiling: Tiling, rank: int) -> tuple[int, ...]:
 
 def first_of(items: Iterable[Item], rank: int) -> int:
     """The first of all ranks that have these tensors, replicas included."""
-    return min((item.tiling.grid.sorted_ranks[0] for item in items), default=rank)
+    return min((piece.tiling.grid.sorted_ranks[0] for item in items for piece in item.pieces), default=rank)
 
 
 @lru_cache(maxsize=1024)
-def holders(tiling: Tiling, ranks: tuple[int, ...]) -> tuple[tuple[int, Box], ...]:
+def _holders(tiling: Tiling, ranks: tuple[int, ...]) -> tuple[tuple[int, Box], ...]:
     """(index in `ranks`, box) of those that give the parts of a tensor: the first of those with the same part."""
     found: dict[Box, int] = {}
     for index, rank in enumerate(ranks):

@@ -1,6 +1,7 @@
 """`Weights`: what will be published of a model, under which names and in which dtypes. Layer: transfer, top."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -13,13 +14,13 @@ from fsdp2.transfer import boxes
 from fsdp2.transfer.boxes import Part, Place, Wanted
 from fsdp2.transfer.buckets import Bucket, Pass
 from fsdp2.transfer.changes import Change, Snapshot, changes_since
-from fsdp2.transfer.items import Item, Meta
+from fsdp2.transfer.items import Item, Meta, item_of
 from fsdp2.transfer.route import Route
 
 if TYPE_CHECKING:
     from fsdp2.checkpoint.ranks.world import Entry
 
-Names: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
+Names: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None] | Literal["transformers"]
 Dtypes: TypeAlias = torch.dtype | Callable[[str, torch.dtype], torch.dtype | None]
 
 BUCKET_BYTES = 256 << 20
@@ -43,7 +44,9 @@ def weights(
     Args:
         model: sharded or not. Names are those of its state dict, without the segments that wrappers add.
         names: the published name of each, by a mapping or a function; None as a name leaves the tensor out. What a
-            mapping lacks keeps its name.
+            mapping lacks keeps its name. "transformers": for a model of transformers (5 and later), the tensors that
+            its `save_pretrained` writes; fused weights and stacked experts are cut into those of the Hugging Face
+            checkpoint, which engines load.
         dtype: of floating-point tensors when they travel; or a function of (published name, dtype), which returns None
             for a tensor that stays as it is. They are cast before they are sent.
         buffers: False leaves buffers out.
@@ -51,7 +54,9 @@ def weights(
         patience_s: how long a pass waits for a rank whose consumer is slow, before that is an error on all ranks.
 
     Raises:
-        ArgumentError: two tensors get the same published name; or a tensor that cannot be published (sparse).
+        ArgumentError: two tensors get the same published name; or a tensor that cannot be published (sparse); or
+            "transformers" names for another model.
+        UnsupportedError: transformers computes a tensor that it writes in a way that is not known here.
 
     Example::
 
@@ -91,16 +96,28 @@ class Weights:
         self.patience_s = patience_s
         self.version = 0
         self.checksum: int | None = None
-        for entry in self._entries().values():
-            name = _published(entry.name, names)
-            if name is None or not (buffers or isinstance(entry.outside, nn.Parameter)):
+        entries = self._entries()
+        for item in self._published(entries, names):
+            name, own, shape = item.meta
+            if not buffers and not all(isinstance(entries[each.key].outside, nn.Parameter) for each in item.pieces):
                 continue
             if only is not None and not only(name):
                 continue
             if name in self._items:
-                raise ArgumentError(f"weights: '{self._items[name].key}' and '{entry.name}' would both be '{name}'")
-            meta = Meta(name, _wire(name, entry.local.dtype, dtype), entry.tiling.shape)
-            self._items[name] = Item(meta, entry.name, entry.tiling)
+                raise ArgumentError(
+                    f"weights: '{self._items[name].pieces[0].key}' and '{item.pieces[0].key}' would both be '{name}'"
+                )
+            self._items[name] = replace(item, meta=Meta(name, _wire(name, own, dtype), shape))
+
+    def _published(self, entries: "Mapping[str, Entry]", names: Names | None) -> Iterator[Item]:
+        """All tensors under their published names, in the model's dtypes."""
+        if names == "transformers":
+            yield from import_module("fsdp2.transfer.transformers_names").published(self._model, entries)
+            return
+        for entry in entries.values():
+            name = _published(entry.name, names)
+            if name is not None:
+                yield item_of(Meta(name, entry.local.dtype, entry.tiling.shape), entry.name, entry.tiling)
 
     def _entries(self) -> "Mapping[str, Entry]":
         entries: Mapping[str, Entry] = self._state.model_state(self._model, self._world).entries
@@ -112,29 +129,42 @@ class Weights:
 
     def local(self, name: str) -> torch.Tensor:
         """What this rank holds of a tensor, in the dtype in which it travels: a view, unless that is another one. Its
-        place is in `boxes`. No communication."""
-        return self._locals([self._item(name)])[0]
+        place is in `boxes`. No communication.
+
+        Raises:
+            ArgumentError: the tensor is made of several of the model.
+        """
+        item = self._item(name)
+        if len(item.pieces) > 1:
+            parts = [piece.key for piece in item.pieces]
+            raise ArgumentError(f"local: '{name}' is made of {parts}, so it is not one view; use send_boxes")
+        return self._locals([item])[0][0]
 
     def _item(self, name: str) -> Item:
         if name not in self._items:
             raise ArgumentError(f"weights: the plan has no '{name}'; it has {[*self._items][:5]} and others")
         return self._items[name]
 
-    def _locals(self, items: Sequence[Item], cast: bool = True) -> list[torch.Tensor]:
-        """The local tensors of now.
+    def _locals(self, items: Sequence[Item], cast: bool = True) -> list[list[torch.Tensor]]:
+        """The local tensors of now, piece by piece.
 
         Raises:
             OrderError: the model has other tensors than when the plan was made.
         """
-        entries, found = self._entries(), []
+        entries = self._entries()
+        found: list[list[torch.Tensor]] = []
         for item in items:
-            entry = entries.get(item.key)
-            if entry is None or entry.tiling != item.tiling:
-                what = "is gone" if entry is None else f"is cut otherwise: {entry.tiling.cuts} of {entry.tiling.shape}"
-                raise OrderError(
-                    f"weights: '{item.key}' {what}. The model was changed since the plan; make another one."
-                )
-            found.append(entry.local.to(item.meta.dtype) if cast else entry.local)
+            found.append([])
+            for piece in item.pieces:
+                entry = entries.get(piece.key)
+                if entry is None or entry.tiling != piece.tiling:
+                    cuts = "" if entry is None else f"{entry.tiling.cuts} of {entry.tiling.shape}"
+                    raise OrderError(
+                        f"weights: '{piece.key}' {'is cut otherwise: ' + cuts if entry else 'is gone'}. The model was "
+                        "changed since the plan; make another one."
+                    )
+                local = piece.local(entry.local, entry.box)
+                found[-1].append(local.to(item.meta.dtype) if cast else local)
         return found
 
     # --- whole tensors -----------------------------------------------------------------------------------------------
@@ -209,19 +239,19 @@ class Weights:
                 dist.send(part.tensor.contiguous(), part.consumer)
         """
         sent = boxes.parts_for(wanted, {each.name: self._item(each.name) for each in wanted}, self._rank)
-        values: dict[str, torch.Tensor] = {}
-        for each, of, own, box in sent:
+        values: dict[str, list[torch.Tensor]] = {}
+        for each, of, piece, own, box in sent:
             if each.name not in values:
-                values = {each.name: self.local(each.name)}
+                values = {each.name: self._locals([self._item(each.name)])[0]}
             start = box.within(boxes.box_of(each)).start
-            yield Part(each.name, each.consumer, start, values[each.name][box.within(own).slices()], of)
+            yield Part(each.name, each.consumer, start, values[each.name][piece][box.within(own).slices()], of)
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         """The values of now, as they would travel, of this rank's shards; for `changes`. No communication."""
         items = [*self._items.values()]
-        return Snapshot([local.clone() for local in self._locals(items)])
+        return Snapshot([local.clone() for pieces in self._locals(items) for local in pieces])
 
     def changes(self, since: Snapshot) -> Iterator[Change]:
         """What differs, bit for bit, from a snapshot, in the order of `metadata`; tensors without a change are left
@@ -246,6 +276,8 @@ class Weights:
 def _published(name: str, names: Names | None) -> str | None:
     if names is None:
         return name
+    if not isinstance(names, Mapping) and not callable(names):
+        raise ArgumentError(f"weights: expected names= as a mapping, a function or 'transformers', got {names!r}")
     return names.get(name, name) if isinstance(names, Mapping) else names(name)
 
 

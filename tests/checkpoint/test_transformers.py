@@ -6,7 +6,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2 import checkpoint, fully_shard
+from fsdp2 import checkpoint
 from fsdp2.checkpoint import stacked
 from fsdp2.errors import MismatchError, UnsupportedError
 from tests.helpers.checkpoint_cases import assert_bits, spoil
@@ -22,36 +21,7 @@ from tests.helpers.parity_models import shard_like
 from tests.helpers.ranks import on_ranks
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
-
-COMMON: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
-
-
-def mixtral() -> nn.Module:
-    sizes = {"vocab_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 1, "num_local_experts": 11}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**COMMON, **sizes))
-
-
-def deepseek() -> nn.Module:
-    sizes = {
-        "vocab_size": 32, "moe_intermediate_size": 6, "num_hidden_layers": 2, "num_key_value_heads": 2,
-        "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
-        "kv_lora_rank": 4, "q_lora_rank": 4, "qk_rope_head_dim": 2, "qk_nope_head_dim": 2, "v_head_dim": 4,
-    }  # fmt: skip
-    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**COMMON, **sizes))
-
-
-def vit() -> nn.Module:
-    config = transformers.ViTConfig(**COMMON, num_hidden_layers=2, image_size=8, patch_size=4, num_labels=3)
-    return transformers.ViTForImageClassification(config)
-
-
-def dinov2() -> nn.Module:
-    """One stored tensor is cut for two of the model."""
-    sizes = {"num_hidden_layers": 1, "image_size": 8, "patch_size": 4, "use_swiglu_ffn": True}
-    return transformers.Dinov2Model(transformers.Dinov2Config(**COMMON, **sizes))
-
-
-BUILDERS = {"mixtral": mixtral, "deepseek": deepseek, "vit": vit, "dinov2": dinov2}
+from tests.helpers.transformers_models import BUILDERS, mixtral, sharded, vit  # noqa: E402
 
 
 def written(rank: int, folder: Path, build: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
@@ -68,19 +38,6 @@ def written(rank: int, folder: Path, build: Callable[[], nn.Module]) -> dict[str
     with torch.device("meta"):
         kind = type(build())
     return dict(kind.from_pretrained(folder).state_dict())
-
-
-def sharded(build: Callable[[], nn.Module], device: str, blocks: bool = True) -> nn.Module:
-    with torch.device(device):
-        model = build()
-    for module in [*model.modules()] if blocks else ():
-        if isinstance(module, nn.ModuleList) and len(module) == 2:
-            for block in module:
-                fully_shard(block)
-    # The classes of transformers within the outermost one are looked up by their names too.
-    if model.base_model is not model:
-        fully_shard(model.base_model)
-    return fully_shard(model)
 
 
 @pytest.mark.exhaustive

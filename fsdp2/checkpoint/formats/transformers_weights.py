@@ -18,7 +18,7 @@ from fsdp2.checkpoint.io.pieces import StoredTensorInfo
 from fsdp2.checkpoint.state.sources import Source, concatenated, stacked, stored
 from fsdp2.errors import UnsupportedError
 
-__all__ = ["published_sources"]
+__all__ = ["published_sources", "skeleton"]
 
 # By the pattern that matched, or the target pattern that it became, as in transformers' operations.
 Values = dict[str, list[Source]]
@@ -47,7 +47,7 @@ def published_sources(
         loading = import_module("transformers.core_model_loading")
     except ImportError:  # before version 5, files had the names of the model
         return {}
-    transforms = published.get_model_conversion_mapping(_skeleton(model, modeling.PreTrainedModel))
+    transforms = published.get_model_conversion_mapping(skeleton(model, modeling.PreTrainedModel))
     converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
     renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
     of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
@@ -70,7 +70,7 @@ def published_sources(
     return found
 
 
-def _skeleton(model: nn.Module, kind: type[nn.Module]) -> Any:
+def skeleton(model: nn.Module, kind: type[nn.Module]) -> Any:
     """The module tree, with empty modules. Those of transformers get the classes that they had before sharding, because
     the mapping depends on class names."""
     made: dict[str, Any] = {}
