@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 # Names of torch's functions and classes in files of `torch.save` (those that rebuild a tensor) and in metadata of DCP.
 # They are part of the format. We only compare with them; nothing of these names is imported or called.
 PICKLED_TENSORS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
-PICKLED_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 PICKLED_DCP_FILE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 PICKLED_DCP_METADATA = (
     PICKLED_DCP_FILE,

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.checkpoint import loading_code
+from fsdp2.checkpoint.formats.dcp import DCP
 from fsdp2.checkpoint.formats.huggingface import HUGGING_FACE
 from fsdp2.checkpoint.formats.transformers_weights import published_sources
 from fsdp2.checkpoint.io.catalog import Catalog, Part
@@ -21,7 +22,7 @@ from fsdp2.checkpoint.state.optimizer import Optimizers, named_optimizers, named
 from fsdp2.checkpoint.state.optimizer_target import OptimizerTarget, tables_of
 from fsdp2.checkpoint.state.sources import Source, Sources, source_of
 from fsdp2.checkpoint.state.sources import stored as from_stored
-from fsdp2.errors import ArgumentError, CorruptError, FSDPError, MismatchError
+from fsdp2.errors import ArgumentError, CorruptError, FSDPError, MismatchError, UnsupportedError
 from fsdp2.placement.allocation import allocate, tensors_of
 from fsdp2.placement.box import Box
 
@@ -116,14 +117,18 @@ class Matching:
         if model is not None:
             self._ask("model", model)
         optimizers, held = named_optimizers(optimizer), set[str]()
+        if optimizer is not None and self.catalog.kind == DCP:
+            raise UnsupportedError(
+                f"{self.catalog.path}: of a DCP folder only the model is read, not the optimizer's state. Load both "
+                "with torch.distributed.checkpoint (get_state_dict and set_state_dict work with models of fsdp2), and "
+                "save them with fsdp2.checkpoint. Or leave optimizer= out, to begin with a fresh state."
+            )
         for name, each in optimizers.items():
             held |= self._ask_optimizer(model if isinstance(model, nn.Module) else None, name, each)
         if optimizers:
-            groups = [group for table in self.catalog.values_of("optimizer") for group in table["groups"]]
+            groups = [group for table in self.catalog.values.get("optimizer", ()) for group in table["groups"]]
             stored = dict.fromkeys(fqn for group in groups for fqn in group["params"])
             self.unexpected += [f"optimizer state of '{fqn}'" for fqn in sorted(stored) if fqn not in held]
-            left = self.catalog.left_out.get("optimizer", {})
-            self.unexpected += [f"optimizer '{name}' ({why})" for name, why in left.items()]
         elif isinstance(optimizer, Mapping):
             self._ask("optimizer", optimizer)
 
@@ -208,7 +213,7 @@ class Matching:
 
     def _ask_values(self, section: str, state: State) -> dict[str, Any]:
         """Values that are not tensors, by key: `_extra_state` of modules, numbers of a plain dict."""
-        stored = {name: value for table in self.catalog.values_of(section) for name, value in table.items()}
+        stored = {name: value for table in self.catalog.values.get(section, ()) for name, value in table.items()}
         self.missing += [
             f"{section} '{name}'{_why(self.catalog, section, [name])}" for name in state.values if name not in stored
         ]
@@ -238,7 +243,7 @@ class Matching:
             ranks_of(model.parameters() if model else (), self.world),
             self.cast,
         )
-        tables = self.catalog.values_of(section)
+        tables = self.catalog.values.get(section, ())
         if any(table.keys().isdisjoint(("kinds", "states", "groups")) for table in tables):
             raise MismatchError(
                 f"{self.catalog.path}: the optimizer was saved as a dict, optimizer={{...}}; load it into such a dict"

@@ -252,7 +252,7 @@ class _Job:
         if not self.storage.renames:
             raise ArgumentError(
                 "save: consolidated=True needs a file system on which all ranks may write to one file, and "
-                f"{self.path} is not. Save without it, then convert: python -m fsdp2.checkpoint convert"
+                f"{self.path} is not. Save without it, then convert the model: python -m fsdp2.checkpoint convert"
             )
         rows = {
             section: {name: (entry.dtype, entry.tiling.shape) for name, entry in own.items()}

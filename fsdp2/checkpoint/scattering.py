@@ -6,8 +6,7 @@ for each other.
 
 import os
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -71,44 +70,52 @@ def load_from_rank(
     if not 0 <= rank < world.size:
         raise ArgumentError(f"load_from_rank: rank={rank}: expected a rank of the group, 0 to {world.size - 1}")
     ranks = _Ranks(world, process_group, rank)
-    catalog = listed = Catalog(LocalStorage(), "", "")
-    try:
-        with ranks.together():
-            if ranks.is_reader:
-                catalog = open_catalog(*storage_of(folder))
-                listed = _listing(catalog)
-        listed = ranks.gathered(listed if ranks.is_reader else None)[rank]
-        matching = Matching(listed, world, cast, sources)
-        with ranks.together():
-            matching.match(model, None, strict)
+    catalog: Catalog | None = None
+
+    def opened() -> Catalog | None:
+        nonlocal catalog
+        if world.rank != rank:
+            return None
+        catalog = open_catalog(*storage_of(folder))
+        facts = (catalog.path, catalog.kind, catalog.step, catalog.tensors, catalog.aliases, catalog.left_out)
+        return Catalog(LocalStorage(), *facts, values=catalog.values)
+
+    def matched() -> int:
+        matching.match(model, None, strict)
         asked = [(need.entry.name, need.entry.tiling, need.entry.local.dtype) for need in matching.needs]
-        marks = ranks.gathered(zlib.crc32(repr(asked).encode(errors="backslashreplace")))
+        return zlib.crc32(repr(asked).encode(errors="backslashreplace"))
+
+    def finished() -> None:
+        if errors:
+            raise errors[0]
+        matching.finish()
+
+    errors: list[Exception] = []
+    nccl = dist.is_initialized() and dist.get_backend(process_group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    room = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=device)
+    try:
+        listed = ranks.together(opened)[rank]
+        matching = Matching(listed, world, cast, sources)
+        marks = ranks.together(matched)
         if different := [each for each, mark in enumerate(marks) if mark != marks[rank]]:
             raise CheckpointError(
                 f"load_from_rank: ranks {different} ask for other tensors, or other parts, than rank {rank}: all must "
                 "give the same model, sharded over the same mesh"
             )
-        with ranks.together():
-            matching.allocate(model, None)
-            nccl = dist.is_initialized() and dist.get_backend(process_group) == "nccl"
-            device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-            room = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=device)
-        errors: list[Exception] = []
+        ranks.together(lambda: matching.allocate(model, None))
         for need in matching.needs:
-            if prod(need.entry.tiling.shape):
-                _fill(need, catalog, folder, room, ranks, errors)
-        with ranks.together():
-            if errors:
-                raise errors[0]
-            matching.finish()
+            _fill(need, catalog, folder, room, ranks, errors)
+        ranks.together(finished)
     finally:
-        catalog.close()
+        if catalog is not None:
+            catalog.close()
     return Loaded(listed.path, listed.step, {}, matching.missing, matching.unexpected)
 
 
 def _fill(
     need: Need,
-    catalog: Catalog,
+    catalog: Catalog | None,
     folder: str | os.PathLike[str],
     room: torch.Tensor,
     ranks: "_Ranks",
@@ -116,12 +123,13 @@ def _fill(
 ) -> None:
     """Read and broadcast a tensor in parts that fit into `room`, and keep this rank's. After an error it goes on, so
     that no rank waits for it."""
-    local, itemsize = need.entry.local, need.entry.local.element_size()
-    for part in whole(need.entry.tiling.shape).split_until(lambda part: part.numel * itemsize <= room.numel()):
-        message = room[: part.numel * itemsize]
+    local, shape = need.entry.local, need.entry.tiling.shape
+    most = room.numel() // local.element_size()
+    for part in whole(shape).split_until(lambda part: part.numel <= most) if prod(shape) else ():
+        message = room[: part.numel * local.element_size()]
         values = message.view(local.dtype).view(part.shape)
         try:
-            if ranks.is_reader and not errors:
+            if catalog is not None and not errors:
                 with not_replaced(*storage_of(folder), catalog):
                     catalog.read(need.parts(catalog, part, values), num_threads=0)
                     check_twins(catalog, need, part, values)
@@ -130,20 +138,10 @@ def _fill(
         if ranks.world.size > 1:
             dist.broadcast(message, group=ranks.group, group_src=ranks.reader)
         try:
-            if (common := part.intersect(need.entry.box)) is not None and not errors:
+            if (common := part.intersect(need.entry.box)) is not None:
                 local[common.within(need.entry.box).slices()].copy_(values[common.within(part).slices()])
         except Exception as error:
             errors.append(error)
-
-
-def _listing(catalog: Catalog) -> Catalog:
-    """The files' model without the places of its tensors, for the ranks that cannot see them."""
-    listed = Catalog(LocalStorage(), catalog.path, catalog.kind, catalog.step)
-    listed.tensors = {"model": catalog.tensors.get("model", {})}
-    listed.aliases = {"model": catalog.aliases.get("model", {})}
-    listed.left_out = {"model": catalog.left_out.get("model", {})}
-    listed.known_values = {"model": catalog.values_of("model")}
-    return listed
 
 
 class _Ranks(NamedTuple):
@@ -153,29 +151,22 @@ class _Ranks(NamedTuple):
     group: dist.ProcessGroup | None
     reader: int
 
-    @property
-    def is_reader(self) -> bool:
-        return self.world.rank == self.reader
-
-    def gathered(self, own: Any) -> list[Any]:
-        """What each rank gives."""
-        every = [own] * self.world.size
-        if self.world.size > 1:
-            dist.all_gather_object(every, own, group=self.group)
-        return every
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """An error within is raised on all ranks: with its type on that one, as a `CheckpointError` on the others."""
-        error: BaseException | None = None
+    def together(self, work: Callable[[], Any]) -> list[Any]:
+        """What `work` returns on each rank. An error is raised on all: with its type on the rank that has it, as a
+        `CheckpointError` on the others."""
+        own, error = None, None
         try:
-            yield
+            own = work()
         except BaseException as caught:
             error = caught
-        whys = self.gathered("" if error is None else f"{type(error).__name__}: {error}")
+        every = [(own, "" if error is None else f"{type(error).__name__}: {error}")] * self.world.size
+        if self.world.size > 1:
+            dist.all_gather_object(every, every[0], group=self.group)
         if error is not None:
             raise error
+        results, whys = zip(*every, strict=True)
         if why := whys[self.reader]:
             raise CheckpointError(f"load_from_rank: rank {self.reader}, which reads, gave up: {why}")
         if failed := [rank for rank, why in enumerate(whys) if why]:
             raise CheckpointError(f"load_from_rank: ranks {failed} failed; see their errors ({whys[failed[0]]})")
+        return [*results]

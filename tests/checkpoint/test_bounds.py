@@ -32,9 +32,8 @@ import torch
 from fsdp2 import checkpoint, errors
 warnings.simplefilter("ignore")
 model = torch.nn.Linear(4, 3)
-optimizer = torch.optim.AdamW(model.parameters())
 before, ends = resource.getrusage(resource.RUSAGE_SELF), []
-for read in (lambda: checkpoint.load(sys.argv[1], model=model, optimizer=optimizer, strict=False),
+for read in (lambda: checkpoint.load(sys.argv[1], model=model, strict=False),
              lambda: checkpoint.verify(sys.argv[1])):
     try:
         read()
@@ -78,32 +77,28 @@ def change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
 
 
 def compressed_byteorder(folder: Path) -> None:
-    """A value in an archive whose byte order is 2 GB, which 2 MB hold."""
+    """A tensor in an archive whose byte order is 2 GB, which 2 MB hold."""
     path = folder / "bomb"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x02cposix\nsystem\n.")
-        with archive.open(zipfile.ZipInfo("archive/byteorder"), "w", force_zip64=True) as file:
-            file.write(b"")
-        info = zipfile.ZipInfo("archive2/byteorder")
+        info = zipfile.ZipInfo("archive/byteorder")
         info.compress_type = zipfile.ZIP_DEFLATED
         with archive.open(info, "w", force_zip64=True) as file:
             for _ in range(128):
                 file.write(bytes(1 << 24))
 
     def point(metadata: Any) -> None:
-        for index, where in metadata.storage_data.items():
-            if index.fqn.startswith("note"):
-                where.relative_path, where.offset, where.length = "bomb", 0, path.stat().st_size
+        for where in metadata.storage_data.values():
+            where.relative_path, where.offset, where.length = "bomb", 0, path.stat().st_size
 
     change_metadata(folder, point)
 
 
 def absurd_shapes(folder: Path) -> None:
-    """The moments of an optimizer, for which memory is made before they are read."""
+    """Of all tensors."""
 
     def change(metadata: Any) -> None:
-        for name, about in metadata.state_dict_metadata.items():
-            if "exp_avg" in name and hasattr(about, "size"):
+        for about in metadata.state_dict_metadata.values():
+            if hasattr(about, "size"):
                 about.size = torch.Size((1 << 19, 1 << 19)[: len(about.size)])
 
     change_metadata(folder, change)
@@ -139,7 +134,7 @@ def pickled_lists(folder: Path) -> None:
 GB = 1 << 30
 CASES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any]]] = {
     "a compressed byteorder": (by_torch, compressed_byteorder),
-    "absurd shapes of moments": (by_torch, absurd_shapes),
+    "absurd shapes": (by_torch, absurd_shapes),
     "hollow metadata": (by_torch, lambda folder: hollow(folder, ".metadata", 3 * GB)),
     "metadata with a hollow end": (by_torch, lambda folder: grow(folder / ".metadata", 3 * GB)),
     "a text of 3 GB": (by_torch, long_text),
@@ -150,7 +145,6 @@ CASES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any]]] = {
     "a hollow header": (ours, large_header),
 }  # fmt: skip
 SOUND = {
-    "a compressed byteorder",
     "metadata with a hollow end",
     "a hollow index",
     "a manifest of lists",
@@ -177,6 +171,5 @@ def test_claims_that_the_folder_cannot_hold(tmp_path: Path) -> None:
     """It ended in ``RuntimeError: you tried to allocate 962 GB``."""
     folder = by_torch(tmp_path / "a")
     absurd_shapes(folder)
-    model, optimizer = trained()
-    with pytest.raises(CorruptError, match=r"exp_avg.* is F32 \[524288, 524288\], and all files together have"):
-        checkpoint.load(folder, model=model, optimizer=optimizer)
+    with pytest.raises(CorruptError, match=r"weight.* is F32 \[524288, 524288\], and all files together have"):
+        checkpoint.load(folder, model=trained()[0])

@@ -15,18 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2 import checkpoint
-from fsdp2.checkpoint.formats.unpickling import shown, unpickle
-from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.formats.unpickling import unpickle
 from fsdp2.checkpoint.schema.header import parse_header, parse_json
 from fsdp2.checkpoint.schema.manifest import Manifest
-from fsdp2.checkpoint.storage.base import storage_of
-from fsdp2.errors import CorruptError, UnsupportedError
+from fsdp2.errors import CorruptError
 from fsdp2.placement.box import Box, Cover
 from tests.helpers.hostile_checkpoints import edit_body, whole
-
-HUGE = 10**5000
-
 
 # --- small files that cost much ---------------------------------------------------------------------------------------
 
@@ -89,21 +83,13 @@ def test_pickles_that_make_much_of_little(kind: str) -> None:
     program = b"\x80\x02" + AMPLIFIED[kind]
     tracemalloc.start()
     with suppress(CorruptError):
-        unpickle(io.BytesIO(program), "x")
+        unpickle(io.BytesIO(program), "x", ("torch.Size", "builtins.set"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 32 << 20
 
 
-def test_numbers_that_python_does_not_print(tmp_path: Path) -> None:
-    assert shown(HUGE) == f"an int of {HUGE.bit_length()} bits"
-    for content in ({"a": torch.ones(2), "b": HUGE}, {HUGE: torch.ones(2)}, {HUGE: 3}):
-        torch.save(content, tmp_path / "pytorch_model.bin")
-        with pytest.raises(CorruptError, match=r"pytorch_model.bin.*is not a pickle, or is damaged"):
-            open_catalog(*storage_of(tmp_path))
-
-
-# --- permuted tensors -------------------------------------------------------------------------------------------------
+# --- parts that overlap -----------------------------------------------------------------------------------------------
 
 
 def cover_of(shape: tuple[int, ...], parts: list[Box]) -> Cover:
@@ -150,9 +136,3 @@ def test_overlaps_are_found() -> None:
     eight = [Box(start, (1,) * 8) for start in itertools.product((0, 1), repeat=8)]
     assert problem_of(cover_of((2,) * 8, eight)) == ""
     assert problem_of(cover_of((2,) * 8, [*eight[1:], eight[1]])) == "overlap"
-
-
-def test_permuted_tensors_are_refused(tmp_path: Path) -> None:
-    torch.save({"weight": torch.arange(6.0).view(2, 3).t()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UnsupportedError, match=r"is stored with strides \[1, 3\]; .* make it contiguous"):
-        checkpoint.load(tmp_path, model={"weight": torch.zeros(3, 2)})

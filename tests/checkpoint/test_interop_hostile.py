@@ -16,9 +16,7 @@ import pytest
 import torch
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint.formats.dcp import open_dcp
-from fsdp2.checkpoint.formats.unpickling import Made, plain, unpickle
-from fsdp2.checkpoint.storage.base import storage_of
+from fsdp2.checkpoint.formats.unpickling import Made, unpickle
 from fsdp2.errors import CorruptError, FSDPError, UnsupportedError
 from tests.helpers.dcp_saves import save_dcp
 
@@ -72,18 +70,12 @@ def test_code_in_the_metadata_is_refused(tmp_path: Path, place: str) -> None:
     assert not mark.exists()
 
 
-def test_code_in_a_value_is_left_out(tmp_path: Path) -> None:
+def test_code_in_a_value_is_not_read(tmp_path: Path) -> None:
     """A data loader that was pickled whole: the model loads, the rest is named."""
-    mark = tmp_path / "executed"
-    folder = saved(
-        tmp_path, dataloader={"state": Evil(mark)}, optimizer={"param_groups": [{"params": [], "x": Evil(mark)}]}
-    )
+    folder = saved(tmp_path, dataloader={"state": Evil(tmp_path / "executed")})
     assert is_right(loaded(folder))
-    catalog = open_dcp(*storage_of(folder))
-    assert catalog.values_of("optimizer")[0]["groups"] == []
-    assert "posix.mkdir" in catalog.left_out["optimizer"]["optimizer.param_groups.0.x"]
-    assert "dataloader.state" in catalog.left_out[""]
-    assert not mark.exists()
+    assert checkpoint.describe(folder).left_out.keys() == {"'dataloader'"}
+    assert not (tmp_path / "executed").exists()
 
 
 def test_code_in_place_of_a_tensor(tmp_path: Path) -> None:
@@ -98,7 +90,7 @@ def test_code_in_place_of_a_tensor(tmp_path: Path) -> None:
 
     (folder / "evil").write_bytes(buffer.getvalue())
     change_metadata(folder, point)
-    with pytest.raises(CorruptError, match=r"should be 'model.a' F32 \[3, 4\], and are <an object of posix.mkdir>"):
+    with pytest.raises(CorruptError, match=r"asks for posix\.mkdir, .*Nothing has been executed"):
         loaded(folder)
     assert not mark.exists()
 
@@ -216,11 +208,9 @@ def test_other_strides_are_noticed(tmp_path: Path) -> None:
     [
         b"\x80\x02Nr\xff\xff\xff\xff",  # an entry far up in the memo
         b"\x80\x02" + b"(" * 100_000 + b".",
-        b"\x80\x02]q\x00h\x00a.",  # a list in itself
         b"\x80\x02cposix\nsystem\nX\x02\x00\x00\x00ls\x85R.",
         b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.",  # a text of 2^63 bytes
         b"\x80\x02)q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b"}h\x00Ns.",  # a key whose hash takes 2^60 steps
-        b"\x80\x02]q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b".",  # 2^60 items
         b"\x80\x02\x8a\xff.",
         b"",
         b"\x80\x02",
@@ -230,7 +220,7 @@ def test_other_strides_are_noticed(tmp_path: Path) -> None:
 def test_hostile_pickles(program: bytes) -> None:
     start = time.monotonic()
     with pytest.raises(CorruptError):
-        plain(unpickle(io.BytesIO(program), "x", frozenset()), "x")
+        unpickle(io.BytesIO(program), "x", frozenset())
     assert time.monotonic() - start < 20
 
 
@@ -239,6 +229,6 @@ def test_pickles_of_all_versions() -> None:
     value = {"a": [1, -5, 1 << 70, 2.5, None, True], 3: ("x", "ä\ud800"), "long": "y" * 300}
     for version in (2, 3, 4, 5):
         value |= {"b": b"\x00\xff"} if version > 2 else {}
-        assert plain(unpickle(io.BytesIO(pickle.dumps(value, version)), "x"), "x") == value
-        made = unpickle(io.BytesIO(pickle.dumps(Evil(Path("z")), version)), "x")
+        assert unpickle(io.BytesIO(pickle.dumps(value, version)), "x", ()) == value
+        made = unpickle(io.BytesIO(pickle.dumps(Evil(Path("z")), version)), "x", ("posix.mkdir",))
         assert isinstance(made, Made) and (made.kind, made.args) == ("posix.mkdir", ("z",))

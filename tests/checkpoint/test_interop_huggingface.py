@@ -1,4 +1,4 @@
-"""Hugging Face folders: one file or several, damaged indices, files of torch.save, links of the hub's cache."""
+"""Hugging Face folders: one file or several, damaged indices, links of the hub's cache."""
 
 from __future__ import annotations
 
@@ -73,18 +73,15 @@ def test_a_single_file_comes_before_an_index(tmp_path: Path) -> None:
 
 
 def test_torch_files(tmp_path: Path) -> None:
-    """Repositories without safetensors; shared memory is as torch keeps it."""
+    """They are pickles. What the error says makes safetensors of them."""
     torch.save({name: nn.Parameter(value) for name, value in STATE.items()}, tmp_path / "pytorch_model.bin")
-    check(tmp_path)
-    (tmp_path / "pytorch_model.bin").unlink()
-    index = {"weight_map": {name: f"pytorch_model-{place}.bin" for place, name in enumerate(STATE)}}
-    for name, file in index["weight_map"].items():
-        torch.save({name: STATE[name]}, tmp_path / file)
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(UnsupportedError, match=r"pytorch_model\.bin: is a file of torch\.save.*weights_only=True"):
+        check(tmp_path)
+    save_file(torch.load(tmp_path / "pytorch_model.bin", weights_only=True), tmp_path / "model.safetensors")
     check(tmp_path)
 
 
-@pytest.mark.parametrize("export", ["model.safetensors", "two files", "pytorch_model.bin"])
+@pytest.mark.parametrize("export", ["model.safetensors", "two files"])
 def test_the_export_of_a_deepspeed_checkpoint(tmp_path: Path, export: str) -> None:
     """A user who loads DeepSpeed's folder is told of the command; what that writes into `out` loads and converts."""
     inner, out = tmp_path / "global_step7", tmp_path / "out"
@@ -100,32 +97,10 @@ def test_the_export_of_a_deepspeed_checkpoint(tmp_path: Path, export: str) -> No
         write_two(out)
         index = out / "model.safetensors.index.json"
         index.write_text(json.dumps({"metadata": {"total_size": 252}, **json.loads(index.read_text())}, indent=2))
-    elif export == "model.safetensors":
-        save_file(STATE, out / export, metadata={"format": "pt"})
     else:
-        torch.save(STATE, out / export)
+        save_file(STATE, out / export, metadata={"format": "pt"})
     check(out)
     check(Path(checkpoint.convert(out, tmp_path / "ours")))
-
-
-def test_files_of_torch_before_1_6(tmp_path: Path) -> None:
-    """Their first bytes were taken for the length of a header, of 5,088,219,219,985,302,144 bytes."""
-    torch.save(STATE, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(UnsupportedError, match=r"written by torch before 1.6, .*torch\.load\(.*weights_only=True\)"):
-        check(tmp_path)
-
-
-def test_torch_file_with_something_else(tmp_path: Path) -> None:
-    """One entry that cannot be read, and the others can. The file is not damaged."""
-    other = {"config": {"a": 1}, "z": torch.zeros(2, dtype=torch.complex128)}
-    torch.save({**STATE, **other}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(MismatchError, match=r"unexpected in the checkpoint: model 'z' \(.*ComplexDouble"):
-        check(tmp_path)
-    model = net()
-    for load in (checkpoint.load, checkpoint.load_from_rank):
-        assert len(load(tmp_path, model=model, strict=False).unexpected) == 2
-    assert torch.equal(model[0].weight, STATE["0.weight"])
-    assert checkpoint.verify(tmp_path).left_out.keys() == {"model 'config'", "model 'z'"}
 
 
 @pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "..", "a/b.safetensors", "", None, 3, ["x"]])

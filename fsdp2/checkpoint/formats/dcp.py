@@ -3,42 +3,32 @@ Layer: checkpoint.
 
 ``.metadata`` lists the chunks of each tensor, each with the range of a ``.distcp`` file that holds it
 (`dcp_metadata.py`). Such a range is a complete `torch.save` file, and the bytes are read in place (`torch_files.py`).
-Values other than tensors are `torch.save` files too. No pickle is executed. An item that is intact but not plain data
-(a pickled data loader) is left out and listed as such, unless it is part of an optimizer's state, which must be
-complete. A damaged item is an error.
+No pickle is executed. Only the model's tensors are read; the rest is left out and listed as such.
 
 A save with ``use_collectives=False`` writes one ``__<rank>.metadata`` per rank instead, which do not say to which save
 they belong. It is refused.
 """
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
 
-import torch
-
-from fsdp2.checkpoint.formats.dcp_metadata import Item, Path, Range, read_metadata
-from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
-from fsdp2.checkpoint.formats.unpickling import NotPlain, plain, shown
+from fsdp2.checkpoint.formats.dcp_metadata import Item, Path, read_metadata
+from fsdp2.checkpoint.formats.torch_files import read_tensor
 from fsdp2.checkpoint.io.catalog import Catalog
-from fsdp2.checkpoint.io.memory import bytes_of
-from fsdp2.checkpoint.io.pieces import StoredPiece, StoredTensorInfo
-from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES, name_of
-from fsdp2.checkpoint.schema.tree import canonical, encode
+from fsdp2.checkpoint.io.pieces import StoredPiece
+from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.storage.base import Storage
-from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError, UnsupportedError
+from fsdp2.errors import CorruptError, MismatchError, UnsupportedError
 from fsdp2.placement.box import Box
 
-__all__ = ["DcpCatalog", "is_dcp", "open_dcp"]
+__all__ = ["DCP", "DcpCatalog", "is_dcp", "open_dcp"]
 
+DCP = "DCP (torch.distributed.checkpoint)"  # the kind of these catalogs
 METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__\d+\.metadata")
-MAX_VALUE_BYTES = 1 << 28
-# The names that users give to the model's part of a state dict, and to the number of steps.
+# The names that users give to the model's part of a state dict.
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
-NO_OPTIONS = ("params", "param_names")  # keys of a param group
-PLAIN_NAME = re.compile(r"\w+")  # of a tensor in the state of a parameter; others are nested
 
 
 def is_dcp(storage: Storage, path: str) -> bool:
@@ -66,7 +56,7 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
     finally:
         reader.close()
     held = sum(storage.sizes(path).values())
-    for name, item in items.items():  # memory is allocated for optimizer state
+    for name, item in items.items():  # memory is allocated for extra state
         info = item.info
         if info is not None and item.is_readable and prod(info.shape) * ITEMSIZES[info.dtype] > held:
             raise CorruptError(
@@ -79,96 +69,25 @@ class DcpCatalog(Catalog):
     """See `Catalog`, and the module docstring."""
 
     def __init__(self, storage: Storage, path: str, items: Mapping[str, Item]):
-        super().__init__(storage, path, "DCP (torch.distributed.checkpoint)")
-        self._items = items
-        self._keys = {item.path: key for key, item in items.items()}
-        self._of: dict[str, dict[str, str]] = {"model": {}, "optimizer": {}}  # section -> name -> key of the tensor
-        self._optimizers: dict[Path, dict[str, tuple[str, str, str]]] = {}  # root -> key -> what it is, see `_place`
-        self.left_out = {"model": {}, "optimizer": {}, "": {}}
-        self._sort()
-        for section, names in self._of.items():
-            infos = ((name, items[key].info) for name, key in names.items())
-            self.tensors[section] = {name: info for name, info in infos if info is not None}
-
-    def _sort(self) -> None:
-        """Find out what belongs where; what belongs nowhere, or cannot be read, is left out."""
-        roots = _optimizer_roots(self._keys)
-        owner = {path: next((root for root in roots if _is_below(path, root)), None) for path in self._keys}
-        tensors = [path for path, key in self._keys.items() if owner[path] is None and self._items[key].info]
-        prefix, model = _model_prefix(tensors, self.path), set(tensors)
+        super().__init__(storage, path, DCP)
+        self._items: dict[str, Item] = {}  # of the model's tensors, by name
+        model, others = self.left_out.setdefault("model", {}), self.left_out.setdefault("", {})
+        by_path = {item.path: item for item in items.values()}
+        roots = _optimizer_roots(by_path)
+        rest = {path: item for path, item in by_path.items() if not any(_is_below(path, root) for root in roots)}
+        tensors = [path for path, item in rest.items() if item.info]
+        prefix, names = _model_prefix(tensors, self.path), set(tensors)
         if prefix == () and any(len(path) == 1 for path in tensors):
-            model = {path for path in tensors if len(path) == 1}
-        for path, key in self._keys.items():
-            item, is_within = self._items[key], path[: len(prefix)] == prefix and len(path) > len(prefix)
-            name = ".".join(map(str, path[len(prefix) :]))
-            if owner[path] is not None:
-                continue
-            if is_within and path in model and item.is_readable:
-                self._of["model"][name] = key
-            elif is_within and (path in model or (item.info is None and (prefix or "_extra_state" in name))):
-                self.left_out["model"][name] = _unreadable(item)
+            names = {path for path in tensors if len(path) == 1}
+        for where, item in by_path.items():
+            name, is_within = ".".join(map(str, where[len(prefix) :])), where[: len(prefix)] == prefix and where in rest
+            if is_within and where in names and item.is_readable:
+                self._items[name] = item
+            elif is_within and (where in names or (item.info is None and (prefix or "_extra_state" in name))):
+                model[name] = _unreadable(item)
             else:
-                self.left_out[""][key] = "neither model nor optimizer"
-        for path, root in owner.items():
-            if root is not None:
-                self._add_to_optimizer(root, path, self._keys[path])
-
-    def _add_to_optimizer(self, root: Path, path: Path, key: str) -> None:
-        place = _place(path[len(root) :], self._of["model"])
-        if place is None:
-            self.left_out[""][key] = "neither model nor optimizer"
-            return
-        kind, owner, name = place
-        self._optimizers.setdefault(root, {})[key] = place
-        if kind == "state" and self._items[key].is_readable and PLAIN_NAME.fullmatch(name):
-            stored = f"{name}.{owner}"
-            if stored in self._of["optimizer"]:
-                raise CheckpointError(f"two optimizers have a '{stored}': {self._of['optimizer'][stored]} and {key}")
-            self._of["optimizer"][stored] = key
-
-    def read_values(self, section: str) -> Sequence[Mapping[str, Any]]:
-        """See `Catalog`.
-
-        Raises:
-            CorruptError: one of them is damaged.
-            UnsupportedError: an item of an optimizer's state cannot be read; the rest is useless without it.
-        """
-        return [self._table(members) for members in self._optimizers.values()] if section == "optimizer" else ()
-
-    def _table(self, members: Mapping[str, tuple[str, str, str]]) -> dict[str, Any]:
-        """The values of an optimizer (see `optimizer.py`)."""
-        shapes = {name: info.shape for name, info in self.tensors["model"].items()}
-        states: dict[str, dict[str, Any]] = {}
-        options: dict[str, dict[str, Any]] = {}
-        groups: dict[str, dict[str, Any]] = {}
-        places = {"state": states, "option": options, "group": groups}
-        for key, (kind, owner, name) in members.items():
-            own = places[kind].setdefault(owner, {})
-            if kind == "state" and f"{name}.{owner}" in self._of["optimizer"]:
-                own[name] = _note(name, self.tensors["optimizer"][f"{name}.{owner}"], shapes.get(owner))
-                continue
-            try:
-                if kind == "state" and not PLAIN_NAME.fullmatch(name):
-                    raise NotPlain("it is nested")
-                value = self._value(key)
-                own[name] = value if name in NO_OPTIONS else _encoded(value)
-            except (NotPlain, ArgumentError) as error:
-                self.left_out["optimizer"][key] = str(error)
-                if kind == "state":
-                    raise UnsupportedError(
-                        f"{self.path}: '{key}' is a part of the optimizer's state that cannot be read here ({error}), "
-                        "and without it the rest is not what was saved. Load the optimizer with "
-                        "torch.distributed.checkpoint, or the model alone."
-                    ) from error
-        for own in groups.values():
-            for fqn in own.get("param_names") or own.get("params") or ():
-                options.setdefault(str(fqn), {}).update(own)
-        listed: dict[str, dict[str, Any]] = {}
-        for fqn in {**options, **states}:
-            chosen = {name: form for name, form in options.get(fqn, {}).items() if name not in NO_OPTIONS}
-            group = {"optimizer": "", "params": [], "options": chosen}
-            listed.setdefault(canonical(chosen), group)["params"].append(fqn)
-        return {"kinds": {"": ""}, "states": states, "groups": [*listed.values()]}
+                others[".".join(map(str, where[: max(1, len(prefix))]))] = "not the model, so load it with torch"
+        self.tensors["model"] = {name: item.info for name, item in self._items.items() if item.info is not None}
 
     @property
     def files(self) -> Iterable[str]:
@@ -178,52 +97,20 @@ class DcpCatalog(Catalog):
 
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
         """See `Catalog`."""
-        key = self._of[section][name]
-        for start, (shape, where) in self._items[key].chunks.items():
-            if Box(start, shape).intersect(wanted) is not None:
-                yield self._tensor(key, shape, where).piece(start)
-
-    def _tensor(self, key: str, shape: tuple[int, ...], where: Range) -> TensorInFile:
-        """The tensor stored in a range of a file, with its metadata checked."""
-        info = self._items[key].info
-        found = self._read(where)
-        if info is None or not isinstance(found, TensorInFile) or (found.dtype, found.shape) != (info.dtype, shape):
-            raise CorruptError(
-                f"{self.storage.join(self.path, where.file)}: bytes {where.offset}..{where.offset + where.length} "
-                f"should be '{key}' {info and info.dtype} {list(shape)}, and are {shown(found)}"
-            )
-        return found
-
-    def _read(self, where: Range) -> Any:
-        file = self.storage.join(self.path, where.file)
-        with self.opened.use(file) as reader:
-            return read_torch_file(reader, file, where.offset, where.length)
-
-    def _value(self, key: str) -> Any:
-        """A value that is not a tensor, or a tensor of one element, as a 0-dim tensor.
-
-        Raises:
-            NotPlain: it is something else.
-            CorruptError: it is damaged.
-        """
-        item = self._items[key]
-        if not item.chunks:
-            raise CorruptError(f"{self.path}: nothing of '{key}' is stored")
-        shape, where = next(iter(item.chunks.values()))
-        if item.info is not None:
-            if not item.is_readable or prod(item.info.shape) != 1:
-                raise NotPlain(_unreadable(item))
-            return self._scalar(self._tensor(key, shape, where))
-        if where.length > MAX_VALUE_BYTES:
-            raise NotPlain(f"no tensor, and has {where.length} bytes")
-        found = self._read(where)
-        return self._scalar(found) if isinstance(found, TensorInFile) and not found.shape else plain(found, f"'{key}'")
-
-    def _scalar(self, tensor: TensorInFile) -> torch.Tensor:
-        value = torch.empty((), dtype=DTYPES[tensor.dtype])
-        with self.opened.use(tensor.path) as reader:
-            reader.read_into(tensor.offset, bytes_of(value)[: ITEMSIZES[tensor.dtype]])
-        return value
+        info = self.tensors[section][name]
+        for start, (shape, where) in self._items[name].chunks.items():
+            box = Box(start, shape)
+            if box.intersect(wanted) is None:
+                continue
+            file = self.storage.join(self.path, where.file)
+            with self.opened.use(file) as reader:
+                found = read_tensor(reader, file, where.offset, where.length)
+            if (found.dtype, found.shape) != (info.dtype, shape):
+                raise CorruptError(
+                    f"{file}: bytes {where.offset}..{where.offset + where.length} should be '{name}' {info.dtype} "
+                    f"{list(shape)}, and are {found.dtype} {list(found.shape)}"
+                )
+            yield StoredPiece(file, found.offset, box, box, found.dtype)
 
 
 def _model_prefix(paths: Sequence[Path], folder: str) -> Path:
@@ -271,46 +158,7 @@ def _is_below(path: Path, root: Path) -> bool:
     return path[: len(root)] == root and bool(rest) and str(rest[0]).split(".")[0] in ("state", "param_groups")
 
 
-def _place(path: Path, names: Container[str]) -> tuple[str, str, str] | None:
-    """What an item below an optimizer's key is: ("state", FQN, name), ("option", FQN, name), or ("group", number,
-    name). None for anything else.
-
-    Args:
-        names: of the model's tensors, to tell where an FQN ends in a flattened name.
-    """
-    head, *rest = map(str, path)
-    if head == "state" and len(rest) >= 2:
-        return "state", rest[0], "/".join(rest[1:])
-    if head == "param_groups" and len(rest) == 2 and rest[0].isdecimal():
-        return "group", rest[0], rest[1]
-    for prefix, kind in (("state.", "state"), ("param_groups.", "option")):
-        if head.startswith(prefix):
-            parts = ".".join([head.removeprefix(prefix), *rest]).split(".")
-            cut = next((at for at in range(len(parts) - 1, 0, -1) if ".".join(parts[:at]) in names), len(parts) - 1)
-            return kind, ".".join(parts[:cut]), "/".join(parts[cut:])
-    return None
-
-
-def _note(name: str, info: StoredTensorInfo, shape: tuple[int, ...] | None) -> dict[str, Any]:
-    """How a tensor of a parameter's state is created again (see `optimizer.py`)."""
-    note = {"$tensor": name}
-    if not info.shape and (shape != () or name == "step"):
-        return {**note, "as": "plain"}
-    # A tensor with another shape than its parameter (such as a factor) is replicated, however it was stored.
-    return {**note, "as": "param"} if shape is None or info.shape == shape else note
-
-
-def _encoded(value: Any) -> Any:
-    """Plain data and 0-dim tensors as JSON."""
-
-    def scalar(path: str, tensor: torch.Tensor) -> dict[str, Any]:
-        return {"value": encode(tensor.item(), scalar, path), "dtype": name_of(tensor.dtype)}
-
-    return encode(value, scalar, "a value of another library's checkpoint")
-
-
 def _unreadable(item: Item) -> str:
     if item.info is None:
         return "no tensor"
-    reason = ", which safetensors does not have" if not item.is_readable else ""
-    return f"a tensor {item.info.dtype} {list(item.info.shape)}{reason}"
+    return f"a tensor {item.info.dtype} {list(item.info.shape)}, which safetensors does not have"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fsdp2._torch.checkpoint import PICKLED_DCP_FILE, PICKLED_DCP_METADATA
-from fsdp2.checkpoint.formats.torch_files import Window
+from fsdp2.checkpoint.formats.torch_files import TORCH_DTYPES, Window
 from fsdp2.checkpoint.formats.unpickling import Made, Named, shown, unpickle
 from fsdp2.checkpoint.io.pieces import StoredTensorInfo
 from fsdp2.checkpoint.schema.dtypes import DTYPES
@@ -30,13 +30,11 @@ _KINDS = (
     "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
     "StorageMeta"
 )
-_DTYPES = {str(dtype): name for name, dtype in DTYPES.items()}
 # The classes and functions that the pickle of the metadata may name.
 _ALLOWED = frozenset(
     {
         *PICKLED_DCP_METADATA,
         "builtins.getattr",  # Python 3.11.2, of Debian 12, names an enum's member so
-        "collections.OrderedDict",
         "torch.Size",
         *(f"{module}.{kind}" for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "PurePosixPath")),
         *(_PACKAGE + kind for kind in _KINDS.split()),
@@ -117,11 +115,11 @@ def _item(fqn: str, about: Made, path: Any, ranges: dict[Any, Range], file: str)
     dtype = state[0] if type(state) is tuple and state else properties.field("dtype")
     if not isinstance(dtype, Named):
         raise CorruptError(f"{file}: '{fqn}' has no dtype")
-    item = Item(path, StoredTensorInfo(_DTYPES.get(dtype.kind, dtype.kind), _sizes(about.field("size"))))
+    item = Item(path, StoredTensorInfo(TORCH_DTYPES.get(dtype.kind, dtype.kind), _sizes(about.field("size"))))
     assert item.info is not None
     for chunk in _field(about, "TensorStorageMetadata", "chunks", list):
-        start = _sizes(_field(chunk, "ChunkStorageMetadata", "offsets", tuple))
-        shape = _sizes(_field(chunk, "ChunkStorageMetadata", "sizes", tuple))
+        start = _sizes(_field(chunk, "ChunkStorageMetadata", "offsets", object))
+        shape = _sizes(_field(chunk, "ChunkStorageMetadata", "sizes", object))
         ends = [low + size for low, size in zip(start, shape, strict=True)]
         if any(end > size for end, size in zip(ends, item.info.shape, strict=True)):
             raise CorruptError(f"{file}: '{fqn}' {list(item.info.shape)} has a part {list(start)}..{ends}")
@@ -156,7 +154,7 @@ def _field(made: Any, kind: str, name: str, expected: type) -> Any:
 
 
 def _place(offset: Any) -> tuple[int, ...] | None:
-    return None if offset is None else tuple(offset)
+    return None if offset is None else _sizes(offset)
 
 
 def _is_size(value: Any) -> bool:
@@ -164,6 +162,8 @@ def _is_size(value: Any) -> bool:
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
+    if isinstance(values, Made) and values.kind == "torch.Size":
+        (values,) = values.args
     if type(values) not in (tuple, list) or len(values) > 64 or not all(_is_size(value) for value in values):
         raise ValueError(f"{shown(values)} are no sizes")
     return tuple(values)

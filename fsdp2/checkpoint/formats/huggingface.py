@@ -1,5 +1,5 @@
-"""The catalog of a Hugging Face folder: whole tensors in safetensors files (in old folders, `torch.save` files), with
-an index if there are several. Layer: checkpoint.
+"""The catalog of a Hugging Face folder: whole tensors in safetensors files, with an index if there are several.
+Layer: checkpoint.
 
 Of the names that transformers, diffusers and peft use, the first that exists is used; other files are ignored. The
 files have no checksums, so damaged values are not detected.
@@ -12,26 +12,19 @@ import os
 from pathlib import Path
 
 from fsdp2.checkpoint.formats.native import read_header, read_small
-from fsdp2.checkpoint.formats.torch_files import LEGACY, START, TensorInFile, read_torch_file
-from fsdp2.checkpoint.formats.unpickling import shown
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.pieces import StoredPiece, StoredTensorInfo
 from fsdp2.checkpoint.schema.header import Header, parse_json
 from fsdp2.checkpoint.storage.base import Storage, check_file_name
 from fsdp2.checkpoint.storage.local import LocalStorage
-from fsdp2.errors import CorruptError
+from fsdp2.errors import CorruptError, UnsupportedError
 from fsdp2.placement.box import whole
 
 __all__ = ["HUGGING_FACE", "is_huggingface", "open_huggingface"]
 
 HUGGING_FACE = "Hugging Face"  # the kind of these catalogs
 # In the order in which transformers looks for them; each may be replaced by its index.
-NAMES = (
-    "model.safetensors",
-    "diffusion_pytorch_model.safetensors",
-    "adapter_model.safetensors",
-    "pytorch_model.bin",
-)
+NAMES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "adapter_model.safetensors", "pytorch_model.bin")
 MAX_INDEX_BYTES = 1 << 27
 
 
@@ -72,11 +65,17 @@ def open_huggingface(storage: Storage, path: str) -> Catalog:
 
     Raises:
         CorruptError: a file is missing or damaged, is outside of the folder, or lacks tensors that the index lists.
+        UnsupportedError: there are only files of `torch.save`.
     """
     catalog = Catalog(storage, path, HUGGING_FACE)
     catalog.tensors["model"] = {}
     left_out = catalog.left_out.setdefault("model", {})
     entry = _entry(storage, path) or NAMES[0]
+    if ".bin" in entry:
+        raise UnsupportedError(
+            f"{storage.join(path, entry)}: is a file of torch.save, a pickle; expected safetensors. Rewrite it: "
+            "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')."
+        )
     listed: dict[str, str] | None = None
     if entry.endswith(".json"):
         listed = _weight_map(storage, path, entry)
@@ -84,18 +83,18 @@ def open_huggingface(storage: Storage, path: str) -> Catalog:
         place = _located(storage, path, file)
         if place is None:
             raise CorruptError(f"{storage.join(path, file)}: is listed in the index, but is missing (or a link)")
-        contained = _tensors(storage, place)
+        header = _header(storage, place)
         for name in [name for name in listed if listed[name] == file] if listed is not None else ():
-            if name not in contained:
+            if name not in header.tensors and name not in header.unread:
                 raise CorruptError(f"{storage.join(path, file)}: has no '{name}', which the index says it has")
-        for name, found in contained.items():
-            if listed is not None and listed.get(name) != file:
-                if name not in listed:
-                    left_out[name] = f"in {file}, and not in the index"
-            elif isinstance(found, str):
-                left_out[name] = found
-            else:
-                catalog.add("model", name, *found)
+        left_out.update(header.unread)
+        for name, stored in header.tensors.items():
+            if listed is None or listed.get(name) == file:
+                box = whole(stored.shape)
+                piece = StoredPiece(place, stored.offset, box, box, stored.dtype)
+                catalog.add("model", name, StoredTensorInfo(stored.dtype, stored.shape), piece)
+            elif name not in listed:
+                left_out[name] = f"in {file}, and not in the index"
     return catalog
 
 
@@ -108,26 +107,9 @@ def _weight_map(storage: Storage, path: str, entry: str) -> dict[str, str]:
     return {name: check_file_name(file, index) for name, file in content["weight_map"].items()}
 
 
-def _tensors(storage: Storage, file: str) -> dict[str, tuple[StoredTensorInfo, list[StoredPiece]] | str]:
-    """All tensors of a file; instead of those that cannot be read, why."""
+def _header(storage: Storage, file: str) -> Header:
     reader = storage.open_file(file)
     try:
-        start = bytearray(min(len(LEGACY), reader.size))
-        reader.read_into(0, memoryview(start))
-        is_torch = start.startswith((START, LEGACY))
-        content = read_torch_file(reader, file) if is_torch else read_header(reader, file)
+        return read_header(reader, file)
     finally:
         reader.close()
-    result: dict[str, tuple[StoredTensorInfo, list[StoredPiece]] | str] = {}
-    if isinstance(content, Header):
-        result.update(content.unread)
-        for name, stored in content.tensors.items():
-            box = whole(stored.shape)
-            piece = StoredPiece(file, stored.offset, box, box, stored.dtype)
-            result[name] = StoredTensorInfo(stored.dtype, stored.shape), [piece]
-    elif isinstance(content, dict):
-        for name, tensor in content.items():
-            result[str(name)] = f"{shown(tensor)}, not a tensor that can be read"
-            if isinstance(tensor, TensorInFile):
-                result[str(name)] = StoredTensorInfo(tensor.dtype, tensor.shape), [tensor.piece()]
-    return result

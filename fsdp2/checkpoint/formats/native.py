@@ -6,7 +6,7 @@ contains the checksums of all blocks. Every file repeats the id of the save, its
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,14 +126,10 @@ class NativeCatalog(Catalog):
             for section, records in manifest.records.items()
         }
         super().__init__(storage, path, NATIVE, manifest.step, tensors, manifest.aliases)
-        self.manifest, self.extra, self.extra_world = manifest, manifest.extra, manifest.extra_world
+        self.manifest, self.values, self.extra, self.world = manifest, manifest.values, manifest.extra, manifest.world
         self._files: dict[str, _RankFile] = {}
         self._own: dict[tuple[str, int], list[_RankFile]] = {}
         self._headers: dict[str, Header] = {}
-
-    def read_values(self, section: str) -> Sequence[Mapping[str, Any]]:
-        """See `Catalog`."""
-        return self.manifest.values.get(section, ())
 
     @property
     def files(self) -> Iterable[str]:

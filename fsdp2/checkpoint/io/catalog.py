@@ -15,7 +15,6 @@ import torch
 from fsdp2.checkpoint.io.pieces import StoredPiece, StoredTensorInfo
 from fsdp2.checkpoint.io.reading import THREADS, OpenFiles, Request, read_all
 from fsdp2.checkpoint.storage.base import Storage
-from fsdp2.errors import CorruptError
 from fsdp2.placement.box import Box, Cover
 
 __all__ = ["Catalog", "Part"]
@@ -46,11 +45,10 @@ class Catalog:
         step: number of steps done; None if unknown.
         tensors: section ("model", "optimizer") -> name -> dtype and shape.
         aliases: section -> another name of a tensor -> the name that is in `tensors`.
-        left_out: section ("" for none) -> what the folder has there, and this library cannot read -> why. Of values it
-            is known once `values_of` the section was called.
+        left_out: section ("" for none) -> what the folder has there, and this library cannot read -> why.
         table: section -> name -> pieces, for formats in which they are all known from the start.
-        known_values: what `values_of` has returned.
-        extra, extra_world: the extra state, see `manifest.py`; other formats have none.
+        values: section -> values other than tensors, from each kind of rank (see `optimizer.py`, `model.py`).
+        extra: the extra state, see `manifest.py`; other formats have none.
     """
 
     storage: Storage
@@ -61,9 +59,9 @@ class Catalog:
     aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
     table: dict[str, dict[str, list[StoredPiece]]] = field(default_factory=dict)
-    known_values: dict[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    values: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     extra: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    extra_world: int = 0
+    world: int = 0
 
     @cached_property
     def opened(self) -> OpenFiles:
@@ -75,17 +73,6 @@ class Catalog:
     def files(self) -> Iterable[str]:
         """The paths of the files that show whether two folders hold the same."""
         return {piece.path for tensors in self.table.values() for pieces in tensors.values() for piece in pieces}
-
-    def values_of(self, section: str) -> Sequence[Mapping[str, Any]]:
-        """Values other than tensors, from each kind of rank (see `optimizer.py`, `model.py`). Read at the first call,
-        so that a model can be loaded without its optimizer's state."""
-        if section not in self.known_values:
-            self.known_values[section] = self.read_values(section)
-        return self.known_values[section]
-
-    def read_values(self, section: str) -> Sequence[Mapping[str, Any]]:
-        """See `values_of`."""
-        return ()
 
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
         """The pieces that meet a part of a tensor. Opens only files that contain such pieces.
@@ -124,12 +111,10 @@ class Catalog:
         ]
         read_all(self.opened, requests, verify, num_threads)
 
-    def add(self, section: str, name: str, info: StoredTensorInfo, pieces: Iterable[StoredPiece]) -> None:
-        """Add a tensor to the table, or more pieces of one; `CorruptError` for an invalid name."""
-        if type(name) is not str:
-            raise CorruptError(f"{self.path}: a tensor is called {str(name)[:80]}, a {type(name).__name__}; not a text")
-        self.tensors.setdefault(section, {}).setdefault(name, info)
-        self.table.setdefault(section, {}).setdefault(name, []).extend(pieces)
+    def add(self, section: str, name: str, info: StoredTensorInfo, piece: StoredPiece) -> None:
+        """Add a tensor of one piece to the table."""
+        self.tensors.setdefault(section, {})[name] = info
+        self.table.setdefault(section, {})[name] = [piece]
 
     def left_out_texts(self) -> dict[str, str]:
         """All that is left out, as texts for people ("model 'w'") -> why."""

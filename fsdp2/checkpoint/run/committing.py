@@ -144,7 +144,7 @@ def _common_options(records: Sequence[Record]) -> Mapping[str, Any]:
         if record["homes"] != records[0]["homes"]:
             raise CheckpointError(
                 f"save: ranks 0 and {rank} have different tensors, which consolidated=True cannot store in common "
-                "files. Save without it, then convert: python -m fsdp2.checkpoint convert"
+                "files. Save without it, then convert the model: python -m fsdp2.checkpoint convert"
             )
     return first
 

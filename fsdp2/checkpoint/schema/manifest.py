@@ -14,7 +14,6 @@ tables         what ranks hold; ranks that hold the same share one: see `table_o
 homes          consolidated: section -> name of a tensor -> file
 extra          key -> list of {"json", "file", "ranks"}: what each rank passed; ranks with equal values share one
 sums           consolidated: for each rank file -> name -> checksums of the blocks of its part; absent otherwise
-extra_world    the number of ranks that passed `extra`, if not `world`: a conversion changes only the latter
 =============  ====================================================================================================
 
 Its size grows with the number of parameters plus the number of ranks, not with their product: which rank holds which
@@ -77,7 +76,6 @@ class Manifest:
         records: section -> name -> record.
         aliases: section -> name -> the name under which its values are stored.
         values: section -> values other than tensors, from each kind of rank.
-        extra_world: the number of ranks that passed `extra`.
     """
 
     id: str
@@ -91,7 +89,6 @@ class Manifest:
     values: Mapping[str, Sequence[Mapping[str, Any]]]
     homes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     extra: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    extra_world: int = 0
     sums: Sequence[Mapping[str, Mapping[str, str]]] = ()
     files_id: str = ""
 
@@ -137,7 +134,7 @@ class Manifest:
         }
         if body["layout"] not in ("ranks", "consolidated") or body["checksum"] != ALGORITHM:
             raise CorruptError(f"{file}: layout {body['layout']!r} or checksum {body['checksum']!r} is not known")
-        world, extra_world = _world(body["world"]), _world(body.get("extra_world", body["world"]))
+        world = _world(body["world"])
         for key, shares in body["extra"].items():
             for share in shares:
                 _listed(share["file"], files, file)
@@ -145,7 +142,7 @@ class Manifest:
                     share["key"] != key
                     or "json" not in share
                     or not isinstance(share["ranks"], list)
-                    or not all(0 <= rank < extra_world for rank in share["ranks"])
+                    or not all(0 <= rank < world for rank in share["ranks"])
                 ):
                     raise CorruptError(f"{file}: the extra state '{key}' is malformed")
         records: dict[str, dict[str, Record]] = {section: {} for section in SECTIONS}
@@ -176,7 +173,7 @@ class Manifest:
             raise CorruptError(f"{file}: the checksums are malformed")
         files_id = str(body.get("files_id", body["id"]))
         fixed = (str(body["id"]), step, world, body["layout"], body["checksum"])
-        return cls(*fixed, files, records, aliases, values, homes, body["extra"], extra_world, sums, files_id)
+        return cls(*fixed, files, records, aliases, values, homes, body["extra"], sums, files_id)
 
 
 def table_of(

@@ -200,7 +200,7 @@ class StoredExtra:
     def __init__(self, catalog: Catalog, world: World):
         self._catalog = catalog
         self._world = world
-        self._saved_world, self._shares = catalog.extra_world, catalog.extra
+        self._saved_world, self._shares = catalog.world, catalog.extra
         self._is_resharded = self._saved_world != world.size
 
     def check(self, targets: Mapping[str, Any], missing: list[str], mismatches: list[str]) -> None:

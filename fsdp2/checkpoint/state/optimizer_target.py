@@ -96,7 +96,7 @@ class OptimizerTarget:
                 self._states[param] = decode(forms[fqn], self._making(param, fqn, stored, options.get(fqn)), what)
                 if not isinstance(self._states[param], dict):
                     raise CorruptError(f"{what} is not a dict")
-        kinds = {kind for table in tables for kind in table["kinds"].values()} - {""}
+        kinds = {kind for table in tables for kind in table["kinds"].values()}
         own = kinds_of(self.optimizer)
         if not kinds <= {*own}:
             what = f"optimizer state of {', '.join(sorted(kinds))}, and this is {own[0]}"
@@ -147,8 +147,6 @@ class OptimizerTarget:
         def make(note: dict[str, Any]) -> Any:
             path = str(note["$tensor"])
             name = f"{path}.{fqn}"
-            if "value" in note:  # another library stored a number where torch has a 0-dim tensor
-                return _scalar(note)
             info = stored.get(name)
             if info is None:
                 raise CorruptError(f"the manifest names '{name}' but does not describe it")

@@ -82,11 +82,10 @@ def _parser() -> argparse.ArgumentParser:
     one = add("verify", _verify, "read everything and list all damage")
     one.add_argument("folder", metavar="FOLDER", help="a checkpoint, or the folder of a run for all of its")
 
-    one = add("convert", _convert, "rewrite a checkpoint as whole tensors, with Hugging Face's index")
+    one = add("convert", _convert, "rewrite the model as whole tensors, with Hugging Face's index")
     one.add_argument("source", metavar="SOURCE", help="any checkpoint that load() takes")
     one.add_argument("target", metavar="TARGET", help="a folder that is not there yet")
-    one.add_argument("--dtype", choices=DTYPES, help="convert the model's floating point tensors")
-    one.add_argument("--model-only", action="store_true", help="without optimizer and extra state")
+    one.add_argument("--dtype", choices=DTYPES, help="convert the floating point tensors")
     one.add_argument("--overwrite", action="store_true", help="replace a checkpoint, once the new one is complete")
 
     one = add("prune", _prune, "delete old checkpoints of a run")
@@ -142,7 +141,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     dtype = DTYPES[args.dtype] if args.dtype else None
-    _write(convert(args.source, args.target, dtype=dtype, model_only=args.model_only, overwrite=args.overwrite))
+    _write(convert(args.source, args.target, dtype=dtype, overwrite=args.overwrite))
     return OK
 
 

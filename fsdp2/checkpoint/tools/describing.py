@@ -1,7 +1,6 @@
 """The content of a checkpoint of any supported format, without reading its values. Layer: checkpoint."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 
@@ -9,7 +8,6 @@ from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.storage.base import Folder, storage_of
-from fsdp2.errors import CheckpointError
 
 __all__ = ["Description", "TensorEntry", "describe"]
 
@@ -93,13 +91,11 @@ def describe(folder: Folder) -> Description:
                     section, name, *info, prod(info.shape) * ITEMSIZES[info.dtype], tuple(names.get(name, ()))
                 )
                 tensors.append(entry)
-        with suppress(CheckpointError):  # damaged values are for `verify`
-            catalog.values_of("model")
         found = (catalog.path, catalog.kind, catalog.step, tuple(tensors), catalog.left_out_texts())
         if not isinstance(catalog, NativeCatalog):
             return Description(*found)
         manifest = catalog.manifest
-        named = [table.get("kinds") for table in catalog.values_of("optimizer")]
+        named = [table.get("kinds") for table in catalog.values.get("optimizer", ())]
         kinds = {str(kind): None for each in named if isinstance(each, dict) for kind in each.values()}
         extra = {key: (sum(len(one["ranks"]) for one in own), len(own)) for key, own in manifest.extra.items()}
         files = {name: size for name, (size, _) in manifest.files.items()}

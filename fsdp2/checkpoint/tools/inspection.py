@@ -5,7 +5,7 @@ manifest, the files that it lists, their headers, that all parts of each tensor 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,7 +20,7 @@ from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.opening import not_replaced, open_catalog, until_not_replaced
 from fsdp2.checkpoint.schema.checksum import BLOCK
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
-from fsdp2.errors import CheckpointError, CorruptError, UnsupportedError
+from fsdp2.errors import CheckpointError, CorruptError
 from fsdp2.placement.box import whole
 
 __all__ = ["Report", "verify"]
@@ -103,9 +103,6 @@ class _Verification:
         )
         found = run_all(partial(_check, catalog.opened), chunks, THREADS, "fsdp2-verify")
         self._damage |= {problem: [] for each in found for problem in each}
-        for section in catalog.tensors:  # which finds what is left out
-            with self._noting(f"{section}'s values"), suppress(UnsupportedError):
-                catalog.values_of(section)
         self._report.left_out = catalog.left_out_texts()
         lines = []
         for problem, names in self._damage.items():
