@@ -21,6 +21,7 @@ from fsdp2.runtime import hooks
 from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.source import Around, Source, wrapped
+from fsdp2.runtime.state import Stays
 from fsdp2.runtime.storage import ReleasedMemory
 from fsdp2.runtime.streams import streams_for
 from fsdp2.settings import units_of
@@ -34,7 +35,7 @@ class SameAddress(Around):
     def follows_compute(self) -> bool:  # type: ignore[override]
         return True
 
-    def release(self, group: Bucket, memory: ReleasedMemory, keep_values: bool) -> None:
+    def release(self, group: Bucket, memory: ReleasedMemory, stays: Stays) -> None:
         pass
 
 
@@ -69,9 +70,9 @@ class Keeping(Around):
 class Frozen(Keeping):
     """While no parameter of the group requires a gradient."""
 
-    def release(self, group: Bucket, memory: ReleasedMemory, keep_values: bool) -> None:
+    def release(self, group: Bucket, memory: ReleasedMemory, stays: Stays) -> None:
         if any(group.gradients.trainable):
-            self.inner.release(group, memory, keep_values)
+            self.inner.release(group, memory, stays)
         else:
             versions = group.seen.versions
             self.keep(lambda: versions == group.seen.now())
@@ -81,13 +82,14 @@ class Evaluated(Keeping):
     """After a forward without gradients, of a group whose values can be compared with the shards, and whose gather
     communicates at all."""
 
-    def release(self, group: Bucket, memory: ReleasedMemory, keep_values: bool) -> None:
-        roles, is_plain = group.roles, not any(param.is_extended for param in group.params)
+    def release(self, group: Bucket, memory: ReleasedMemory, stays: Stays) -> None:
+        roles, is_extended = group.roles, any(param.is_extended for param in group.params)
+        gathers = roles.shard_group is not None and not roles.sharded_replicas
         is_kept = group.keep == "host" or (group.keep is True and not any(group.gradients.trainable))
-        if keep_values and is_plain and not is_kept and roles.shard_group is not None and not roles.sharded_replicas:
+        if stays is Stays.VALUES and gathers and not is_extended and not is_kept:
             self.keep(partial(_agrees, group, group.seen.versions))
         else:
-            self.inner.release(group, memory, keep_values)
+            self.inner.release(group, memory, stays)
 
 
 class OnHost(Around):
@@ -103,11 +105,11 @@ class OnHost(Around):
         self.copy = None
         return self.inner.start(group)
 
-    def release(self, group: Bucket, memory: ReleasedMemory, keep_values: bool) -> None:
+    def release(self, group: Bucket, memory: ReleasedMemory, stays: Stays) -> None:
         if self.copy is None and _is_frozen(group):
             with torch.no_grad(), memory.streams.gathering():
                 self.copy = HostCopy(group.params, group.seen.versions)
-        self.inner.release(group, memory, keep_values)
+        self.inner.release(group, memory, stays)
 
     def forget(self, memory: ReleasedMemory) -> None:
         self.copy = None

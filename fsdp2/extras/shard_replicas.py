@@ -21,6 +21,7 @@ from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.packing import Packing
 from fsdp2.runtime.reduction import ReductionPlan, Tensors, Wait
 from fsdp2.runtime.source import Group, Shards, on_device
+from fsdp2.runtime.state import Stays
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage
 from fsdp2.runtime.streams import Streams
 
@@ -29,7 +30,7 @@ class ReplicaShards(Shards):
     """The padded pieces of the shard axis, in the compute dtype, are gathered over the replicate axis once, until the
     shards may change. The all-gather stream owns their memory."""
 
-    keeps_part = True
+    keeps = Stays.PART, Stays.SMALLER
 
     def __init__(self, group: Group):
         super().__init__(group)

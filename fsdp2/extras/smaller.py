@@ -28,6 +28,7 @@ from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.source import Around, Source, gather_over
+from fsdp2.runtime.state import Stays
 from fsdp2.runtime.storage import ReleasedMemory
 from fsdp2.specs import ParamSpecs
 
@@ -36,7 +37,7 @@ class SmallerShards(Around):
     """Copies of this rank's rows on the smaller mesh `roles`, in the compute dtype. The compute stream owns them; the
     all-gather stream reads them before compute waits for it."""
 
-    keeps_part = True
+    keeps = (Stays.SMALLER,)
 
     def __init__(self, inner: Source, roles: MeshRoles):
         super().__init__(inner)

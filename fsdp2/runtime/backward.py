@@ -20,7 +20,7 @@ from fsdp2.nothing import NOTHING
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.autograd import backward_is_whole
 from fsdp2.runtime.bucket import Bucket, Phase
-from fsdp2.runtime.state import Stage
+from fsdp2.runtime.state import Stage, Stays
 
 Unit: TypeAlias = Any  # `runtime.unit.Unit`: that module is above this one
 # How often the unsharded parameters of a group were dropped.
@@ -127,7 +127,7 @@ def post_backward(unit: Unit) -> None:
     with outside_transforms():
         if settings.reshard_after_backward:
             with profiler_range("FSDP::post_backward_reshard", unit.fqn) if profiler_is_on() else NOTHING:
-                unit.reshard(within_step=not settings.ends_step)
+                unit.reshard(Stays.NOTHING if settings.ends_step else Stays.PART)
         if settings.requires_gradient_sync and not settings.reduce_unused and unit.role is None:
             for group in reversed(unit.groups):
                 _reduce(unit, group, settings)
@@ -145,7 +145,7 @@ def finish_backward(unit: Unit, is_last: bool) -> None:
         for group in (*unit.groups, *unit.borrowed):
             group.adopt_changes()
     if settings.reshard_after_backward and is_last:
-        unit.reshard(within_step=not settings.ends_step)
+        unit.reshard(Stays.NOTHING if settings.ends_step else Stays.PART)
     if settings.requires_gradient_sync:
         for group in reversed(unit.groups):
             _reduce(unit, group, settings, at_end=True)

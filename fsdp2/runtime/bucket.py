@@ -12,11 +12,10 @@ The phase is kept only here; a parameter's form follows from it::
                      unshard             wait_for_unshard
     SHARDED, PART        ----> GATHERING -----------------> UNSHARDED
     SHARDED              <------------- reshard ----------- UNSHARDED, PART
-    PART                 <------------- reshard(to=PART) -- UNSHARDED
+    PART                 <--- reshard(Stays.PART, SMALLER)  UNSHARDED
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from fsdp2._torch import local_of, outside_transforms, profiler_is_on, version
-from fsdp2.errors import CollectiveError, OrderError
+from fsdp2.errors import OrderError
 from fsdp2.events import emit, profiler_range
 from fsdp2.mesh import MeshRoles
 from fsdp2.nothing import NOTHING
@@ -34,6 +33,7 @@ from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients, needs_grad
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.source import Source, Unchosen
+from fsdp2.runtime.state import Stays
 from fsdp2.runtime.storage import ReleasedMemory
 
 
@@ -58,9 +58,8 @@ class Bucket:
         smaller: the smaller mesh to reshard to after forward, if any.
         users: ids of the units that use the unsharded parameters; more than one if weights are tied across units.
         keep: what it keeps when it reshards, a key of `hooks.keeps`; False for nothing.
-        changing: each makes the current stream wait for what changes shards in the background (an offloaded step; one
-            for each dtype), and forgets itself. Called with whether it is the all-gather stream that waits. Groups with
-            the same shards may share the list.
+        changing: each makes the current stream wait for what changes shards in the background (an offloaded step), and
+            forgets itself. Called with whether the all-gather stream waits. Groups with the same shards may share it.
         source: the memory of the unsharded parameters and what fills it.
         conversions: how often the unsharded parameters were dropped, because the sharded ones are others.
         seen: the sharded parameters, as they were when the step began.
@@ -92,22 +91,22 @@ class Bucket:
 
     def unshard(self, memory: ReleasedMemory, prefetching: bool = False) -> None:
         """Issue the all-gather, unless it is already issued. Collective over the shard group (after
-        `reshard(to=Phase.PART)`, over a smaller one). The parameters may be used after `wait_for_unshard`."""
+        a reshard to a smaller mesh, over that). The parameters may be used after `wait_for_unshard`."""
         if self.phase is Phase.GATHERING or self.phase is Phase.UNSHARDED:
             return
         emit("unshard", self.channel.fqn)
-        is_converted = self.phase is Phase.SHARDED and not self.changing
-        if is_converted and (is_converted := self.seen.ids != [*map(id, map(local_of, self.seen.sharded))]):
-            self._follow_shards(memory)  # since the step began
+        follows_compute = self.phase is Phase.PART or self.source.follows_compute
+        looks = self.phase is Phase.SHARDED and not self.changing
+        if looks and self.seen.ids != [*map(id, map(local_of, self.seen.sharded))]:  # changed since the step began
+            self._follow_shards(memory)
+            follows_compute = True
         source, streams = self.source, memory.streams
-        # Compute may still use what was kept, and shards just converted.
-        is_free = self.phase is Phase.SHARDED and not source.follows_compute
-        used = None if is_free and not is_converted else streams.record()
+        used = streams.record() if follows_compute else None
         named = profiler_range("FSDP::all_gather", self.channel.fqn) if profiler_is_on() else NOTHING
         with named, streams.gathering():
-            # Unsharded storage and the packed buffer are allocated, filled and freed on this stream. The compute stream
-            # reads the unsharded storage after waiting for the event recorded below; `memory` keeps it until this
-            # stream has waited for the end of that use. The packed buffer is only used on this stream.
+            # Unsharded storage and packed buffer are allocated, filled and freed on this stream. Compute reads the
+            # unsharded storage after the event recorded below; `memory` keeps it until this stream has waited for the
+            # end of that use. The packed buffer is used on this stream alone.
             streams.wait(used)
             for wait in tuple(self.changing):
                 wait(True)
@@ -117,12 +116,7 @@ class Bucket:
             if not streams.lazy:
                 finish()
                 finish = partial(streams.wait, streams.record())
-        self._under_way = finish if self.phase is Phase.SHARDED else partial(self._finish_part, finish)
-        self.phase = Phase.GATHERING
-
-    def _finish_part(self, finish: Callable[[], None]) -> None:
-        finish()
-        self.source.arrived(self)
+        self._under_way, self.phase = finish, Phase.GATHERING
 
     def settle(self) -> None:
         """Before the shards are read or changed: wait for what changes them in the background."""
@@ -143,6 +137,8 @@ class Bucket:
             named = profiler_range("FSDP::all_gather_copy_out", self.channel.fqn) if profiler_is_on() else NOTHING
             with named:
                 under_way()
+            if self.source.keeps:
+                self.source.arrived(self)
             for index, tensor in self.seen.slots.replaced():  # they would be ignored
                 check_stand_in(self.params[index], tensor)
         except BaseException:
@@ -158,37 +154,32 @@ class Bucket:
             self.gradients.sync_trainable()
         self.seen.slots.put(self.gradients.unsharded)
 
-    def abandon_gather(self) -> None:
-        """Wait for an all-gather ahead that nobody will use. If it fails too, its failure is not the first."""
-        with suppress(CollectiveError, OrderError):
-            self.wait_for_unshard()
-
-    def reshard(self, memory: ReleasedMemory, to: Phase = Phase.SHARDED, keep_values: bool = False) -> None:
-        """Free the unsharded parameters, and with `to=SHARDED` the part that the source has kept. `keep_values`: keep
-        their memory, for an unshard before the shards change.
+    def reshard(self, memory: ReleasedMemory, stays: Stays = Stays.NOTHING) -> None:
+        """Free the unsharded parameters, and what was kept of them, but for what `stays`.
 
         Raises:
             OrderError: an unsharded parameter was changed in place, and `adopt_changes` was not called.
         """
         if self.phase is Phase.GATHERING:
             self._finish_gathering()  # prefetched but not used
-        if self.phase is Phase.SHARDED or (self.phase is not Phase.UNSHARDED and to is not Phase.SHARDED):
+        keeps_part = stays in self.source.keeps
+        if self.phase is Phase.SHARDED or (self.phase is Phase.PART and keeps_part):
             return
         emit("reshard", self.channel.fqn)
         source, forms = self.source, self.seen.at_rest
         if self.phase is Phase.UNSHARDED:
             if list(map(version, self.gradients.unsharded)) != self.changes.versions:
                 self.changes.check_none()
-            if to is Phase.PART:
+            if keeps_part:
                 forms = source.keep_part(self) or forms
-            for wrap in hooks.keep_values if keep_values else ():
+            for wrap in hooks.keep_values if stays is Stays.VALUES else ():
                 source = self.source = wrap(source)
-            source.release(self, memory, keep_values)
+            source.release(self, memory, stays)
         self.seen.slots.put(forms)
-        if source.keeps_part and to is Phase.SHARDED:
+        if source.keeps and not keeps_part:
             with memory.streams.gathering():
                 source.drop_part(self)
-        self.phase = to
+        self.phase = Phase.PART if keeps_part else Phase.SHARDED
 
     def clear(self, memory: ReleasedMemory, to_change: bool) -> None:
         """Reshard, because somebody looks at the sharded parameters, or (`to_change`) changes them."""

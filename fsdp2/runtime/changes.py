@@ -32,8 +32,8 @@ class Seen:
         at_rest: what the modules hold while they are sharded.
         flats: this rank's rows of each, 1-D, without padding.
         ids: which their local tensors are.
-        versions: how often torch saw each change. Those of the DTensors: all ranks run the same DTensor operators,
-            while local tensors may change on some ranks only, and a gather that only some ranks issue would hang.
+        versions: those of the DTensors. All ranks run the same operators on these, while local tensors may change on
+            some ranks only, and a gather that only some ranks issue would hang.
         known: what `look` found.
         grad_dtypes: theirs.
         slots: where the modules hold the parameters.

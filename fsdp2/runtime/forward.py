@@ -99,8 +99,8 @@ def _begin_root(unit: Unit, step: Step, args: _Args, kwargs: _Kwargs) -> tuple[_
 
 
 def _begin(unit: Unit, step: Step) -> None:
-    """The first module of the unit runs. Of the units that a checkpoint recomputed before, all but the last are
-    resharded, and all other memory is freed, so that the bound of two units holds."""
+    """The first module of the unit runs. Units that a checkpoint recomputed are resharded, but for the last, and all
+    other memory is freed: at most two units are alive."""
     if step.recomputed and unit.in_order:
         for other in alive(step.recomputed[:-1]):
             if other.state.stage is Stage.IDLE:
@@ -114,8 +114,7 @@ def _begin(unit: Unit, step: Step) -> None:
         state.to_run = set(map(id, unit.modules))
     state.was_whole = False
     for group in unit.groups:
-        if group.phase in GATHERED:
-            state.was_whole = True
+        state.was_whole = state.was_whole or group.phase in GATHERED
     if state.was_whole:
         for group in (*unit.groups, *unit.borrowed):
             group.adopt_changes()

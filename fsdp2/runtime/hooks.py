@@ -2,8 +2,7 @@
 
 The core calls the functions on these lists at fixed points of a step, in the order in which they were added, and knows
 none of them. A feature adds itself when its module is imported (`unit_made`, `root_made`), and to the lists of one root
-(`Hooks`) where it has something to do there. What they cost a plain unit is counted
-(`tests/system/test_ratchets.py`): no call.
+(`Hooks`) where it has something to do there. They cost a plain unit no call (`tests/system/test_ratchets.py`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -16,8 +16,10 @@ What rank 0 of two has, for small gradients `a` and `b` and a large one `g`, eac
     [5] scale      what the collectives did not divide; the all-reduce hook; the sink receives the flat output
     [6] hand over  the sink sets `sharded.grad` or adds to it; hooks run
 
-On an accelerator all but [3] and [6] is enqueued at once; the next step waits for them on the compute stream, and does
-[6]. On the CPU each wait for a collective ends a step. `InFlight` decides when a reduction takes its next step.
+It pauses (``|``) where something is to be waited for. `InFlight` decides when a reduction goes on::
+
+    CPU, without and with HSDP     [1] [2] | [5] [6]     [1] [2] | [3] [4] | [5] [6]
+    accelerator                    [1] [2] [3] [4] [5] | [6]     enqueued on its streams; compute waits before [6]
 """
 
 from collections import deque
@@ -251,7 +253,7 @@ class InFlight:
 def _steps(
     plan: ReductionPlan, grads: Tensors, partials: Partials, settings: UnitSettings, streams: Streams
 ) -> Generator[Wait]:
-    """Ends each step with what is to be waited for before the next. The variables keep all tensors alive."""
+    """Yields what is to be waited for before it goes on. The variables keep all tensors alive."""
     roles, is_lazy = plan.channel.roles, streams.lazy
     factor, has_replicas = settings.gradient_divide_factor, roles.replicate_group is not None
     both, sums = (plan.channel.comm, plan.channel.base), settings.force_sum

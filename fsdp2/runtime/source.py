@@ -27,6 +27,7 @@ from fsdp2.mesh import Axis
 from fsdp2.runtime import hooks
 from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.state import Stays
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, ReleasedMemory
 
 Group: TypeAlias = Any  # `runtime.bucket.Bucket`: that module is above this one
@@ -37,11 +38,11 @@ class Source:
 
     Attributes:
         follows_compute: compute may still use what `start` writes to.
-        keeps_part: a reshard within a step may keep a part of the values.
+        keeps: in which reshards it keeps a part of the values.
     """
 
     follows_compute: bool = False
-    keeps_part = False
+    keeps: tuple[Stays, ...] = ()
 
     @property
     def base(self) -> "Shards | None":
@@ -53,8 +54,8 @@ class Source:
         on the same stream."""
         raise NotImplementedError
 
-    def release(self, group: Group, memory: ReleasedMemory, keep_values: bool) -> None:
-        """The group reshards, and compute has issued its last use. `keep_values`: the shards may stay as they are."""
+    def release(self, group: Group, memory: ReleasedMemory, stays: Stays) -> None:
+        """The group reshards, and compute has issued its last use."""
         raise NotImplementedError
 
     def keep_part(self, group: Group) -> list[nn.Parameter | None] | None:
@@ -62,7 +63,7 @@ class Source:
         None for the sharded parameters."""
 
     def arrived(self, group: Group) -> None:
-        """The parameters are there again, after a part of their values was kept."""
+        """The parameters are there; before that a part of their values may have been kept."""
 
     def drop_part(self, group: Group) -> None:
         """The shards may change. Called on the all-gather stream, when the modules hold the sharded parameters."""
@@ -87,7 +88,7 @@ class Around(Source):
 
     def __init__(self, inner: Source):
         self.inner = inner
-        self.keeps_part = self.keeps_part or inner.keeps_part
+        self.keeps = self.keeps or inner.keeps
 
     @property
     def follows_compute(self) -> bool:  # type: ignore[override]
@@ -101,8 +102,8 @@ class Around(Source):
     def start(self, group: Group) -> Callable[[], None]:
         return self.inner.start(group)
 
-    def release(self, group: Group, memory: ReleasedMemory, keep_values: bool) -> None:
-        self.inner.release(group, memory, keep_values)
+    def release(self, group: Group, memory: ReleasedMemory, stays: Stays) -> None:
+        self.inner.release(group, memory, stays)
 
     def keep_part(self, group: Group) -> list[nn.Parameter | None] | None:
         return self.inner.keep_part(group)
@@ -166,7 +167,7 @@ class Shards(FlatStorage, Source):
     def forget_plans(self) -> None:
         self.gather = None
 
-    def release(self, group: Group, memory: ReleasedMemory, keep_values: bool) -> None:
+    def release(self, group: Group, memory: ReleasedMemory, stays: Stays) -> None:
         memory.release(self)
 
 

@@ -31,6 +31,15 @@ class Stage(Enum):
     DONE = "done"  # its backward ran; this backward pass may reach it again
 
 
+class Stays(Enum):
+    """What a reshard may leave for the next unshard, as far as the source of a group keeps it at all."""
+
+    NOTHING = "the sharded parameters alone"
+    PART = "part of the values, because the shards will not change before: shards of a replica"
+    SMALLER = "PART, and the rows in a smaller mesh"
+    VALUES = "memory and values, in case the shards do not change"
+
+
 class State:
     """What the hooks of a unit remember for those that follow.
 

@@ -3,6 +3,7 @@ in forward and backward are functions: `forward`, `backward`.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 from weakref import ref
@@ -11,13 +12,13 @@ import torch
 from torch import nn
 
 from fsdp2._torch import running_backward
-from fsdp2.errors import OrderError
+from fsdp2.errors import CollectiveError, OrderError
 from fsdp2.events import emit
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
 from fsdp2.runtime import backward
 from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.state import Stage, State
+from fsdp2.runtime.state import Stage, State, Stays
 from fsdp2.runtime.step import Step
 from fsdp2.runtime.tree import tensors_within
 
@@ -170,16 +171,12 @@ class Unit:
         for group in (*self.groups, *self.borrowed):
             group.wait_for_unshard()
 
-    def reshard(self, within_step: bool = False, to_smaller: bool = False, keep_values: bool = False) -> None:
-        """Free unsharded parameters that no other unit computes with. `within_step`: a part may stay, as they will not
-        change before the next unshard; of groups with a smaller mesh, with `to_smaller`. `keep_values`: keep their
-        memory in case they do not."""
+    def reshard(self, stays: Stays = Stays.NOTHING) -> None:
+        """Free unsharded parameters that no other unit computes with, but for what `stays`."""
         for group in [*self.groups, *self.borrowed] if self.role is None else self.role.select(False):
             group.users.discard(id(self))
             if self.step is not None and not group.users and group.phase is not Phase.SHARDED:
-                keeps_part = within_step if group.smaller is None else to_smaller
-                is_part = keeps_part and group.source.keeps_part
-                group.reshard(self.step.memory, Phase.PART if is_part else Phase.SHARDED, keep_values)
+                group.reshard(self.step.memory, stays)
 
     def reshard_all(self, to_change: bool = True) -> None:
         """Free all unsharded parameters, used or kept, because the sharded ones will be changed. Without `to_change`
@@ -209,9 +206,10 @@ class Unit:
         if how is None and for_backward and output is not None:  # of a method that turns gradients off itself?
             for_backward = any(tensor.requires_grad for found in tensors_within(output) for tensor in found)
         if how:
-            self.reshard(within_step=for_backward, to_smaller=for_backward and how is not True)
+            stays = Stays.PART if how is True else Stays.SMALLER
+            self.reshard(stays if for_backward else Stays.NOTHING)
         elif how is None and not for_backward and not self.state.was_whole:
-            self.reshard(keep_values=True)
+            self.reshard(Stays.VALUES)
         else:
             for group in self.groups:
                 group.changes.check_none()
@@ -220,7 +218,8 @@ class Unit:
         """Recover from an error: reshard, and forget the iteration and all gradients that were not reduced."""
         self.state = State(self.settings)
         for group in (*self.groups, *self.borrowed):
-            group.abandon_gather()
+            with suppress(CollectiveError, OrderError):  # of a prefetch; the first failure was raised
+                group.wait_for_unshard()
             group.changes.forget()
         self.reshard_all()
         for group in self.groups:

@@ -54,15 +54,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gather: kept memory is not in use",
         BUCKET,
-        " and not source.follows_compute",
+        " or self.source.follows_compute",
         "",
         "kept",
     ),
     Mutant(
         "gather: copies on the smaller mesh are not in use",
         BUCKET,
-        "self.phase is Phase.SHARDED and not source",
-        "not source",
+        "self.phase is Phase.PART or self.source.follows_compute",
+        "self.source.follows_compute",
         "smaller",
         harmless="`make_room` waits for the release of the unit's memory, which comes after its copies were made",
     ),
