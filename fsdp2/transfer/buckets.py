@@ -21,6 +21,7 @@ from fsdp2._torch import foreach_copy
 from fsdp2.errors import OrderError
 from fsdp2.placement.box import Box
 from fsdp2.transfer.items import Item
+from fsdp2.transfer.local import Local
 from fsdp2.transfer.route import Flight, Route, aligned
 
 HEAD = 32  # four int64: pass, bucket, whether the rank leaves, and one that is free
@@ -114,14 +115,14 @@ class Pass:
     """One pass over the tensors.
 
     Args:
-        local: what this rank holds of each item, piece by piece.
+        local: what this rank holds.
         version: of the pass.
 
     Attributes:
         checksum: of what has arrived so far.
     """
 
-    def __init__(self, items: Sequence[Item], local: Sequence[Sequence[torch.Tensor]], route: Route, version: int):
+    def __init__(self, items: Sequence[Item], local: Local, route: Route, version: int):
         self.checksum = 0
         self._items = items
         self._local = local
@@ -174,7 +175,7 @@ class Pass:
         into, of = [], []
         for index, piece, box, at in () if leaves else plan.parts[self._route.me]:
             into.append(view_of(flight.own, at, self._items[index].meta.dtype, box.shape))
-            of.append(self._local[index][piece])
+            of.append(self._local(index, piece))
         foreach_copy(into, of)
         return flight.start()
 
@@ -217,7 +218,7 @@ class Pass:
                 whole = view_of(flat, placed.offset, placed.dtype, placed.shape)
                 for _, piece, box in item.sent((self._route.ranks[self._route.me],)):
                     into.append(whole[box.slices()])
-                    of.append(self._local[index][piece])
+                    of.append(self._local(index, piece))
         foreach_copy(into, of)
 
     def _end(self, flights: "deque[_Sent]", to_leave: Iterable[_Plan], first_only: bool) -> None:

@@ -20,6 +20,7 @@ from fsdp2.errors import ArgumentError
 from fsdp2.layout import strides
 from fsdp2.transfer.buckets import view_of
 from fsdp2.transfer.items import Item
+from fsdp2.transfer.local import Local
 from fsdp2.transfer.route import Route, aligned
 
 BYTES = 64 << 20
@@ -49,18 +50,19 @@ class Change(NamedTuple):
 
 
 @torch.no_grad()
-def changes_since(
-    items: Sequence[Item], local: Sequence[Sequence[torch.Tensor]], since: Snapshot, route: Route
-) -> Iterator[Change]:
+def changes_since(items: Sequence[Item], local: Local, since: Snapshot, route: Route) -> Iterator[Change]:
     """See `Weights.changes`."""
-    if [each.shape for each in since.values] != [each.shape for pieces in local for each in pieces]:
+    if len(since.values) != sum(len(item.pieces) for item in items):
         raise ArgumentError("changes: the snapshot is of another plan or another model")
-    own: list[Found] = []
     known = iter(since.values)
-    for item, pieces in zip(items, local, strict=True):
+    own: list[Found] = []
+    for index, item in enumerate(items):
         gives = [piece for rank, piece, _ in item.sent(route.ranks) if not item.is_cut or rank == route.me]
         found = [_none(item, route)]
-        for number, (new, old) in enumerate(zip(pieces, known, strict=False)):
+        for number in range(len(item.pieces)):
+            new, old = local(index, number), next(known)
+            if old.shape != new.shape:
+                raise ArgumentError(f"changes: the snapshot has another shape of '{item.meta.name}'; make another one")
             if number in gives:
                 found.append(_changed(item, number, new, old, route))
             old.copy_(new)

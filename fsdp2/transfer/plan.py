@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -11,10 +12,12 @@ from torch import nn
 
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.transfer import boxes
+from fsdp2.transfer.adapters import adapters_of
 from fsdp2.transfer.boxes import Part, Place, Wanted
 from fsdp2.transfer.buckets import Bucket, Pass
 from fsdp2.transfer.changes import Change, Snapshot, changes_since
 from fsdp2.transfer.items import Item, Meta, item_of
+from fsdp2.transfer.local import Local
 from fsdp2.transfer.route import Route
 
 if TYPE_CHECKING:
@@ -41,6 +44,9 @@ def weights(
     The model may be sharded by fsdp2, by torch's own `fully_shard`, over any mesh, or not at all. Its parameters are
     read when a pass begins, so one plan serves for the whole training.
 
+    LoRA adapters of peft are merged on the way: what is published is what `merge_and_unload` would make. Then all that
+    reads values is collective.
+
     Args:
         model: sharded or not. Names are those of its state dict, without the segments that wrappers add.
         names: the published name of each, by a mapping or a function; None as a name leaves the tensor out. What a
@@ -56,7 +62,8 @@ def weights(
     Raises:
         ArgumentError: two tensors get the same published name; or a tensor that cannot be published (sparse); or
             "transformers" names for another model.
-        UnsupportedError: transformers computes a tensor that it writes in a way that is not known here.
+        UnsupportedError: transformers computes a tensor that it writes in a way that is not known here; or an adapter
+            is more than a product of two matrices.
 
     Example::
 
@@ -65,7 +72,7 @@ def weights(
             if dist.get_rank() == 0:
                 engine.load(name, tensor)
     """
-    return Weights(model, names, dtype, buffers, only, patience_s)
+    return Weights(model, names, dtype, buffers, only, patience_s, merges=True)
 
 
 class Weights:
@@ -85,10 +92,12 @@ class Weights:
         buffers: bool,
         only: Callable[[str], bool] | None,
         patience_s: float,
+        merges: bool,
     ):
         # Checkpoints are loaded on demand.
         self._state = import_module("fsdp2.checkpoint.state.model")
         self._model = self._state.unwrapped(model)
+        self._adapters = adapters_of(self._model, self._state.clean_name) if merges else None
         ranks = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world = import_module("fsdp2.checkpoint.ranks.world").World(self._rank, ranks)
@@ -112,7 +121,8 @@ class Weights:
     def _published(self, entries: "Mapping[str, Entry]", names: Names | None) -> Iterator[Item]:
         """All tensors under their published names, in the model's dtypes."""
         if names == "transformers":
-            yield from import_module("fsdp2.transfer.transformers_names").published(self._model, entries)
+            model = self._adapters.model if self._adapters is not None else self._model
+            yield from import_module("fsdp2.transfer.transformers_names").published(model, entries)
             return
         for entry in entries.values():
             name = _published(entry.name, names)
@@ -121,7 +131,7 @@ class Weights:
 
     def _entries(self) -> "Mapping[str, Entry]":
         entries: Mapping[str, Entry] = self._state.model_state(self._model, self._world).entries
-        return entries
+        return entries if self._adapters is None else self._adapters.renamed(entries)
 
     def metadata(self) -> list[Meta]:
         """(name, dtype, shape) of each tensor that a pass gives, in its order. No communication."""
@@ -138,34 +148,34 @@ class Weights:
         if len(item.pieces) > 1:
             parts = [piece.key for piece in item.pieces]
             raise ArgumentError(f"local: '{name}' is made of {parts}, so it is not one view; use send_boxes")
-        return self._locals([item])[0][0]
+        return self._local([item])(0, 0)
 
     def _item(self, name: str) -> Item:
         if name not in self._items:
             raise ArgumentError(f"weights: the plan has no '{name}'; it has {[*self._items][:5]} and others")
         return self._items[name]
 
-    def _locals(self, items: Sequence[Item], cast: bool = True) -> list[list[torch.Tensor]]:
-        """The local tensors of now, piece by piece.
+    def _local(self, items: Sequence[Item], cast: bool = True) -> Local:
+        """What this rank holds now. If adapters are merged, it is collective.
 
         Raises:
             OrderError: the model has other tensors than when the plan was made.
         """
         entries = self._entries()
-        found: list[list[torch.Tensor]] = []
-        for item in items:
-            found.append([])
-            for piece in item.pieces:
-                entry = entries.get(piece.key)
-                if entry is None or entry.tiling != piece.tiling:
-                    cuts = "" if entry is None else f"{entry.tiling.cuts} of {entry.tiling.shape}"
-                    raise OrderError(
-                        f"weights: '{piece.key}' {'is cut otherwise: ' + cuts if entry else 'is gone'}. The model was "
-                        "changed since the plan; make another one."
-                    )
-                local = piece.local(entry.local, entry.box)
-                found[-1].append(local.to(item.meta.dtype) if cast else local)
-        return found
+        for piece in (piece for item in items for piece in item.pieces):
+            entry = entries.get(piece.key)
+            if entry is None or entry.tiling != piece.tiling:
+                cuts = "" if entry is None else f"{entry.tiling.cuts} of {entry.tiling.shape}"
+                raise OrderError(
+                    f"weights: '{piece.key}' {'is cut otherwise: ' + cuts if entry else 'is gone'}. The model was "
+                    "changed since the plan; make another one."
+                )
+        deltas = None
+        if self._adapters is not None:
+            own = Weights(self._model, None, None, False, self._adapters.is_needed, self.patience_s, merges=False)
+            whole = {name: tensor.clone() for name, tensor in own}
+            deltas = partial(self._adapters.deltas, whole=whole)
+        return Local(items, entries, cast, deltas)
 
     # --- whole tensors -----------------------------------------------------------------------------------------------
 
@@ -204,8 +214,8 @@ class Weights:
             raise ArgumentError(f"full: expected bucket_bytes >= 1 and lookahead >= 0, got {bucket_bytes}, {lookahead}")
         items = [*self._items.values()]
         self.version += 1
-        local = self._locals(items, cast=False)
-        one = Pass(items, local, Route(items, local, self._rank, self.patience_s), self.version)
+        local = self._local(items, cast=False)
+        one = Pass(items, local, Route(items, local.device, self._rank, self.patience_s), self.version)
         yield from one.buckets(bucket_bytes, max(lookahead, 1), to == "first", device)
         self.checksum = one.checksum
 
@@ -239,19 +249,17 @@ class Weights:
                 dist.send(part.tensor.contiguous(), part.consumer)
         """
         sent = boxes.parts_for(wanted, {each.name: self._item(each.name) for each in wanted}, self._rank)
-        values: dict[str, list[torch.Tensor]] = {}
+        local = self._local([self._item(each.name) for each in wanted])
         for each, of, piece, own, box in sent:
-            if each.name not in values:
-                values = {each.name: self._locals([self._item(each.name)])[0]}
             start = box.within(boxes.box_of(each)).start
-            yield Part(each.name, each.consumer, start, values[each.name][piece][box.within(own).slices()], of)
+            yield Part(each.name, each.consumer, start, local(of, piece)[box.within(own).slices()], of)
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         """The values of now, as they would travel, of this rank's shards; for `changes`. No communication."""
         items = [*self._items.values()]
-        return Snapshot([local.clone() for pieces in self._locals(items) for local in pieces])
+        return Snapshot([each.clone() for each in self._local(items).all()])
 
     def changes(self, since: Snapshot) -> Iterator[Change]:
         """What differs, bit for bit, from a snapshot, in the order of `metadata`; tensors without a change are left
@@ -269,8 +277,8 @@ class Weights:
                 engine_weights[name].view(-1)[indices] = values
         """
         items = [*self._items.values()]
-        local = self._locals(items)
-        yield from changes_since(items, local, since, Route(items, local, self._rank, self.patience_s))
+        local = self._local(items)
+        yield from changes_since(items, local, since, Route(items, local.device, self._rank, self.patience_s))
 
 
 def _published(name: str, names: Names | None) -> str | None:

@@ -77,12 +77,12 @@ class Route:
         patience_s: how long to wait for a slow one.
     """
 
-    def __init__(self, items: Sequence[Item], local: Sequence[Sequence[torch.Tensor]], rank: int, patience_s: float):
+    def __init__(self, items: Sequence[Item], device: torch.device, rank: int, patience_s: float):
         self.ranks = ranks_for(items, rank)
         self.has_first = first_of(items, rank) in self.ranks
         self.me = self.ranks.index(rank)
         self.group = _group_of(self.ranks)
-        self.device = _device_of(self.group, local)
+        self.device = _device_of(self.group, device)
         self.patience_s = patience_s
 
     def flight(self, sizes: Sequence[int], first_only: bool = False) -> Flight:
@@ -111,10 +111,10 @@ def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     return known[ranks]
 
 
-def _device_of(group: dist.ProcessGroup | None, local: Sequence[Sequence[torch.Tensor]]) -> torch.device:
+def _device_of(group: dist.ProcessGroup | None, own: torch.device) -> torch.device:
     """The local tensors' device; for offloaded ones the accelerator, if the group has no backend for the CPU."""
     if group is not None and torch.accelerator.is_available():
         config = dist.get_backend_config(group)
         if not any(part.partition(":")[0] in ("cpu", "gloo") for part in config.split(",")):
             return torch.accelerator.current_accelerator() or torch.device("cpu")
-    return next((each.device for pieces in local for each in pieces if each.device.type != "meta"), torch.device("cpu"))
+    return own
