@@ -24,6 +24,7 @@ from fsdp2.transfer.items import Item
 from fsdp2.transfer.local import Local
 from fsdp2.transfer.route import Flight, Route, aligned
 
+MIN_PART = 1 << 12  # elements of a part of a large tensor, so that tiny buckets do not make many collectives
 HEAD = 32  # four int64: pass, bucket, whether the rank leaves, and one that is free
 
 
@@ -65,50 +66,75 @@ def view_of(flat: torch.Tensor, offset: int, dtype: torch.dtype, shape: Sequence
     return flat[offset : offset + numel * dtype.itemsize].view(dtype).view(tuple(shape))
 
 
+class _Part(NamedTuple):
+    """What a rank sends of an item: `box`, in the published tensor, out of `own`, which it has of this piece.
+
+    Attributes:
+        number: of the item.
+        at: where it begins in what the rank sends.
+    """
+
+    number: int
+    piece: int
+    own: Box
+    box: Box
+    at: int
+
+
 class _Plan(NamedTuple):
-    """A bucket before it is sent.
+    """A bucket before it is sent, or a part of one that has a tensor alone, which is larger.
 
     Attributes:
         indices: of its items.
-        parts: of each rank: (index of the item, which piece, its box, where it begins in what the rank sends).
+        parts: of each rank.
         sizes: what each rank sends, in bytes; empty if nobody sends.
+        is_last: of its bucket.
     """
 
     number: int
     indices: range
     tensors: tuple[Placed, ...]
     nbytes: int
-    parts: list[list[tuple[int, int, Box, int]]]
+    parts: list[list[_Part]]
     sizes: list[int]
+    is_last: bool = True
 
 
-def plan_buckets(items: Sequence[Item], ranks: tuple[int, ...], bucket_bytes: int) -> list[_Plan]:
+def plan_buckets(items: Sequence[Item], ranks: tuple[int, ...], bucket_bytes: int) -> Iterator[_Plan]:
     """The same on all ranks."""
-    plans: list[_Plan] = []
-    start, total = 0, 0
-    for index, item in enumerate(items):
-        if index > start and total + item.nbytes > bucket_bytes:
-            plans.append(_plan(len(plans), items, range(start, index), ranks))
-            start, total = index, 0
-        total += item.nbytes
-    if items:
-        plans.append(_plan(len(plans), items, range(start, len(items)), ranks))
-    return plans
+    number, start, total = 0, 0, 0
+    for index, item in enumerate((*items, None)):
+        if index > start and (item is None or total + item.nbytes > bucket_bytes):
+            yield from _plans(number, items, range(start, index), ranks, bucket_bytes)
+            number, start, total = number + 1, index, 0
+        total += 0 if item is None else item.nbytes
 
 
-def _plan(number: int, items: Sequence[Item], indices: range, ranks: tuple[int, ...]) -> _Plan:
+def _plans(
+    number: int, items: Sequence[Item], indices: range, ranks: tuple[int, ...], bucket_bytes: int
+) -> Iterator[_Plan]:
+    """One, or several whose parts have `bucket_bytes` together at most."""
     tensors, end = [], 0
-    parts: list[list[tuple[int, int, Box, int]]] = [[] for _ in ranks]
-    sizes = [HEAD] * len(ranks)
+    trips: list[tuple[list[list[_Part]], list[int]]] = []
     for index in indices:
         item = items[index]
+        itemsize, is_large = item.meta.dtype.itemsize, item.nbytes > bucket_bytes
         tensors.append(Placed(*item.meta, end))
         end += aligned(item.nbytes)
-        for rank, piece, box in item.sent(ranks) if item.is_cut else ():
-            parts[rank].append((index, piece, box, sizes[rank]))
-            sizes[rank] += aligned(box.numel * item.meta.dtype.itemsize)
-    is_sent = len(ranks) > 1 and any(parts)
-    return _Plan(number, indices, tuple(tensors), end, parts, sizes if is_sent else [])
+        sent = [0] * len(ranks)
+        for rank, piece, own in item.sent(ranks) if item.is_cut and len(ranks) > 1 else ():
+            at_most = max(bucket_bytes // len(ranks) // itemsize, MIN_PART) if is_large else own.numel
+            for box in own.split_until(lambda box, at_most=at_most: box.numel <= at_most):  # type: ignore[misc]
+                if sent[rank] == len(trips):
+                    trips.append(([[] for _ in ranks], [HEAD] * len(ranks)))
+                parts, sizes = trips[sent[rank]]
+                parts[rank].append(_Part(index, piece, own, box, sizes[rank]))
+                sizes[rank] += aligned(box.numel * itemsize)
+                sent[rank] += is_large
+    if not trips:
+        trips.append(([[] for _ in ranks], []))
+    for trip, (parts, sizes) in enumerate(trips):
+        yield _Plan(number, indices, tuple(tensors), end, parts, sizes, trip == len(trips) - 1)
 
 
 class Pass:
@@ -133,7 +159,7 @@ class Pass:
         self, bucket_bytes: int, lookahead: int, first_only: bool, device: torch.device | str | None
     ) -> Iterator[Bucket]:
         """See `Weights.full`."""
-        plans = plan_buckets(self._items, self._route.ranks, bucket_bytes)
+        plans = [*plan_buckets(self._items, self._route.ranks, bucket_bytes)]
         if first_only and not self._route.has_first:
             plans = [plan._replace(sizes=[]) for plan in plans]
         todo = iter([plan for plan in plans if plan.sizes])
@@ -151,6 +177,8 @@ class Pass:
                 if plan.sizes:
                     self._arrive(flights.popleft(), here)
                     self._send(flights, islice(todo, lookahead - len(flights)), first_only)
+                if not plan.is_last:
+                    continue
                 if is_here:
                     self.checksum = _checksum(here, self.checksum)
                 yield Bucket(here if device is None else here.to(device), plan.tensors)
@@ -173,9 +201,9 @@ class Pass:
         flight = self._route.flight(plan.sizes, first_only)
         flight.own[:HEAD].view(torch.int64).copy_(torch.tensor([self._version, plan.number, leaves, 0]))
         into, of = [], []
-        for index, piece, box, at in () if leaves else plan.parts[self._route.me]:
-            into.append(view_of(flight.own, at, self._items[index].meta.dtype, box.shape))
-            of.append(self._local(index, piece))
+        for part in () if leaves else plan.parts[self._route.me]:
+            into.append(view_of(flight.own, part.at, self._items[part.number].meta.dtype, part.box.shape))
+            of.append(self._local(part.number, part.piece)[part.box.within(part.own).slices()])
         foreach_copy(into, of)
         return flight.start()
 
@@ -189,10 +217,10 @@ class Pass:
         self._check(plan, torch.stack([row[:HEAD].view(torch.int64) for row in flight.rows]).tolist())
         into, of = [], []
         for row, parts in zip(flight.rows, plan.parts, strict=True):
-            for index, _, box, at in parts:
-                placed = plan.tensors[index - plan.indices.start]
-                into.append(view_of(flat, placed.offset, placed.dtype, placed.shape)[box.slices()])
-                of.append(view_of(row, at, placed.dtype, box.shape))
+            for part in parts:
+                placed = plan.tensors[part.number - plan.indices.start]
+                into.append(view_of(flat, placed.offset, placed.dtype, placed.shape)[part.box.slices()])
+                of.append(view_of(row, part.at, placed.dtype, part.box.shape))
         foreach_copy(into, of)
 
     def _check(self, plan: _Plan, heads: list[list[int]]) -> None:
@@ -240,8 +268,8 @@ class _Left(Exception):
 
 def _checksum(flat: torch.Tensor, before: int) -> int:
     """Of whole buckets, in parts: each word is weighted by its place."""
-    found = before
-    for part in flat[: flat.numel() // 8 * 8].view(torch.int64).split(1 << 17):
+    found = torch.tensor(before, device=flat.device)
+    for part in flat[: flat.numel() // 8 * 8].view(torch.int64).split(1 << 15):
         places = torch.arange(1, 2 * part.numel(), 2, device=flat.device)
-        found = (found * 31 + int((part * places).sum().item())) % 2**64
-    return found
+        found = found * 31 + places.mul_(part).sum()  # modulo 2**64
+    return int(found.item())

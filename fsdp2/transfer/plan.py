@@ -193,9 +193,9 @@ class Weights:
         consumer is slow delays the others, but no two ranks wait for each other.
 
         Args:
-            bucket_bytes: the size of a bucket; a larger tensor has one of its own.
+            bucket_bytes: the size of a bucket; a larger tensor has one of its own, which comes in several collectives.
             lookahead: how many buckets are under way while the consumer has one; at least 1. This rank needs memory
-                for ``lookahead + 1`` buckets.
+                for ``lookahead + 1`` buckets, or for `lookahead` and the largest tensor.
             to: "first" sends everything to the first rank only; the others get buckets without memory.
             device: where the buckets lie; None: where they arrive.
 

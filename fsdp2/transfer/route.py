@@ -34,18 +34,17 @@ class Flight:
         group = route.group
         assert group is not None
         comm = comm_for(group, route.device)
-        if first_only or not comm.direct_allows_uneven:
+        if not first_only and not comm.direct_allows_uneven:
             sizes = [max(sizes)] * len(sizes)
         bounds, is_here = [0, *accumulate(sizes)], not first_only or route.me == 0
         what = What("weights", None, bounds[-1], bounds[-1], torch.uint8, group, route.device)
         received = torch.empty(bounds[-1] if is_here else 0, dtype=torch.uint8, device=route.device)
         self.rows = [received[start:end] for start, end in pairwise(bounds)] if is_here else []
         self._patience_s = route.patience_s
+        self.own = self.rows[route.me] if is_here else received.new_empty(sizes[route.me])
         if first_only:
-            self.own = torch.empty(sizes[route.me], dtype=torch.uint8, device=route.device)
-            collective = Collective(what, partial(_gather_to_first, group, self.own, self.rows or None))
+            collective = Collective(what, partial(_to_first, group, self.own, self.rows))
         else:
-            self.own = self.rows[route.me]
             collective = comm.plan_all_gather([Operand(received, bounds)], what)
         self._collective = wrapped(collective)
         self._started: Any = None
@@ -61,8 +60,21 @@ class Flight:
             self._collective.wait(self._started)
 
 
-def _gather_to_first(group: dist.ProcessGroup, own: torch.Tensor, rows: list[torch.Tensor] | None) -> Any:
-    return dist.gather(own, rows, group=group, group_dst=0, async_op=True)
+class _Messages:
+    """Those that are under way. (A gather would need a copy of all that arrives.)"""
+
+    def __init__(self, works: list[dist.Work]):
+        self._works = works
+
+    def wait(self) -> None:
+        """Until all have arrived."""
+        for work in self._works:
+            work.wait()
+
+
+def _to_first(group: dist.ProcessGroup, own: torch.Tensor, rows: list[torch.Tensor]) -> _Messages:
+    sent = [dist.P2POp(dist.irecv, row, group=group, group_peer=peer) for peer, row in enumerate(rows) if peer]
+    return _Messages(dist.batch_isend_irecv(sent or [dist.P2POp(dist.isend, own, group=group, group_peer=0)]))
 
 
 class Route:
