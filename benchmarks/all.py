@@ -68,6 +68,7 @@ BENCHMARKS = {
         "muon_cpu_2ranks_4x256.json",
     ),
     "wire": Benchmark("wire/main.py", ("",), "--rounds 3 --warmup 1", "cpu_2ranks.json"),
+    "weights": Benchmark("weights/main.py", ("",), "--rounds 3 --warmup 1", "cpu_2ranks.json"),
     "checkpoint": Benchmark(
         "checkpoint/main.py", ("--rounds 4",), "--rounds 1 --blocks 2 --dim 256", "cpu_2ranks.json"
     ),
