@@ -58,7 +58,7 @@ from fsdp2.placement.hooks import registered
 from fsdp2.placement.tiling import Tiling, spread_replicas
 from fsdp2.watch.current import current
 
-__all__ = ["save"]
+__all__ = ["Job", "SaveOptions", "save"]
 
 SAMPLE = 512  # elements at each end of a tensor that are compared between copies
 
@@ -142,7 +142,7 @@ def save(
         in_flight.settle()  # report an error of the last save that only this rank knows to the others
         free_name(storage, path, options.overwrite)
         model = unwrapped(model)
-        job = _Job(storage, path, step, world, agreement, options)
+        job = Job(storage, path, step, world, agreement, options)
         write = job.prepare(model, optimizer, extra or {}, staged=async_op)
         agreement.check()  # a rank may have failed by now; checked after this rank's own errors, which say more
     except BaseException as error:
@@ -180,7 +180,7 @@ def _wait_for(devices: set[torch.device]) -> None:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """One save of one rank."""
 
     storage: Storage
@@ -246,7 +246,7 @@ class _Job:
             with profiler_range("FSDP::checkpoint_stage"):
                 pieces, shares = stage(pieces, shares)
         homes = self._homes(entries) if self.options.consolidated else {}
-        return lambda: self._run(nonce, about, pieces, shares, homes)
+        return lambda: self.run(nonce, about, pieces, shares, homes)
 
     def _homes(self, entries: Mapping[str, Mapping[str, Entry]]) -> Homes:
         if not self.storage.renames:
@@ -260,7 +260,7 @@ class _Job:
         }
         return {section: consolidated_homes(section, own, self.options.max_file_bytes) for section, own in rows.items()}
 
-    def _run(
+    def run(
         self,
         nonce: str,
         about: dict[str, Any],
@@ -306,7 +306,8 @@ class _Job:
         if may_count(self.storage, self.agreement):
             return
         names = [*files, *records, MANIFEST] if self.storage.renames else records
-        delete(self.storage, [self.storage.join(work, name) for name in names])
+        is_alone = self.storage.renames and self.world.size == 1
+        delete(self.storage, [work] if is_alone else [self.storage.join(work, name) for name in names])
         if not self.storage.renames:
             with suppress(OSError, CheckpointError):
                 delete(self.storage, sweep(self.storage, work, read_manifest(self.storage, work).files))

@@ -147,7 +147,7 @@ def test_no_byte_of_the_values_can_change_unnoticed(folders: Path, name: str) ->
         begin = 8 + int.from_bytes(file.read_bytes()[:8], "little")
         for at in {begin, (begin + file.stat().st_size) // 2, file.stat().st_size - 1}:
             flip(file, at)
-            with pytest.raises(CorruptError, match=rf"is damaged:\n  .*/{file.name}: '[^\n]* checksum [^\n]*$"):
+            with pytest.raises(CorruptError, match=rf"{file.name}: '.* is damaged: bytes .* have checksum "):
                 verify(folders / name)
             flip(file, at)
 
@@ -157,42 +157,29 @@ def changed(name: str, at: int) -> Callable[[Path], None]:
 
 
 RANK_0 = MODEL.replace("00001-of", "00000-of")
-DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str, str]] = {
-    # folder, what happens, what is said, the tensors that are named
-    "missing": ("three", lambda f: (f / MODEL).unlink(), f"{MODEL}: cannot be opened", r"\[model.*, \.\.\. \(4\)"),
-    "link": ("three", lambda f: ((f / MODEL).rename(f / "away"), (f / MODEL).symlink_to("away")), MODEL, "(4)"),
-    "cut": ("three", lambda f: os.truncate(f / OPTIMIZER, 20_000), f"{OPTIMIZER}: has 20000 bytes", r"\(8\)"),
-    "longer": ("three", lambda f: os.truncate(f / OPTIMIZER, 9_000_000), "has 9000000 bytes", r"\(8\)"),
-    "header": ("three", changed(MODEL, 60), f"{MODEL}: the header", r"\(4\)"),
-    "length": ("three", changed(MODEL, 3), f"{MODEL}: claims a header", r"\(4\)"),
-    "other rank": ("three", lambda f: (f / MODEL).write_bytes((f / RANK_0).read_bytes()), MODEL, r"\(4\)"),
-    "extra": ("three", lambda f: [file.unlink() for file in f.glob("extra*")], "extra-.*cannot be opened", "'loader'"),
-    "manifest": ("three", changed("checkpoint.json", 500), "checkpoint.json: ", ""),
-    "index": ("whole", changed("model.safetensors.index.json", 40), "model.safetensors.index.json: has checksum", ""),
-    "whole header": ("whole", changed("model-00002-of-00003.safetensors", 30), "model-00002.*header", "model '"),
+DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    # folder, what happens, what is said
+    "missing": ("three", lambda f: (f / MODEL).unlink(), f"{MODEL}: is missing"),
+    "link": ("three", lambda f: ((f / MODEL).rename(f / "away"), (f / MODEL).symlink_to("away")), MODEL),
+    "cut": ("three", lambda f: os.truncate(f / OPTIMIZER, 20_000), f"{OPTIMIZER}: has 20000 bytes"),
+    "longer": ("three", lambda f: os.truncate(f / OPTIMIZER, 9_000_000), "has 9000000 bytes"),
+    "header": ("three", changed(MODEL, 60), f"{MODEL}: the header"),
+    "length": ("three", changed(MODEL, 3), f"{MODEL}: claims a header"),
+    "other rank": ("three", lambda f: (f / MODEL).write_bytes((f / RANK_0).read_bytes()), MODEL),
+    "extra": ("three", lambda f: [file.unlink() for file in f.glob("extra*")], "extra-.*is missing"),
+    "manifest": ("three", changed("checkpoint.json", 500), "checkpoint.json: "),
+    "index": ("whole", changed("model.safetensors.index.json", 40), "model.safetensors.index.json: has checksum"),
+    "whole header": ("whole", changed("model-00002-of-00003.safetensors", 30), "model-00002.*header"),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damage_is_named(case: str, folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name, spoil, problem, tensors = DAMAGE[case]
+    name, spoil, problem = DAMAGE[case]
     spoil(folders / name)
-    with pytest.raises(CorruptError, match=f"{problem}.*{tensors}") as raised:
+    with pytest.raises(CorruptError, match=problem) as raised:
         verify(folders / name)
     assert cli(capsys, "verify", folders / name) == (1, f"{raised.value}\n")
-
-
-def test_all_damage_is_listed(folders: Path) -> None:
-    """Not only the first."""
-    three = folders / "three"
-    (three / OPTIMIZER).unlink()
-    flip(three / MODEL, 20_000)
-    last = three / MODEL.replace("00001-of", "00002-of")
-    flip(last, 8_000, last.stat().st_size - 9)
-    with pytest.raises(CorruptError) as raised:
-        verify(three)
-    files = [line.strip().partition(": ")[0] for line in str(raised.value).splitlines()[1:]]
-    assert [Path(file).name for file in files] == [OPTIMIZER, MODEL, last.name, last.name]
 
 
 def test_files_that_do_not_belong_there_are_no_damage(folders: Path) -> None:

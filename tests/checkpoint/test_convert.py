@@ -19,10 +19,10 @@ from torch.distributed.tensor import Shard
 
 import fsdp2.checkpoint as fc
 from fsdp2 import CheckpointError
+from fsdp2.checkpoint import saving
 from fsdp2.checkpoint.io.writing import write_file
 from fsdp2.checkpoint.run import committing
 from fsdp2.checkpoint.schema.dtypes import DTYPES
-from fsdp2.checkpoint.tools import converting
 from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import describe
 from fsdp2.checkpoint.tools.inspection import verify
@@ -238,7 +238,7 @@ def test_interruption_leaves_nothing(old: Path, tmp_path: Path, monkeypatch: pyt
         write_file(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(converting, "write_file", interrupted)
+    monkeypatch.setattr(saving, "write_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(old, tmp_path / "new")
     assert os.listdir(tmp_path) == ["old"]
@@ -263,7 +263,7 @@ def test_what_could_not_be_read_again_replaces_nothing(
     """The manifest was written unread, in place of a checkpoint that was sound."""
     fc.save(tmp_path / "new", model={"v": torch.ones(2)})
     monkeypatch.setattr(committing, "MAX_MANIFEST_BYTES", 100)
-    with pytest.raises(CheckpointError, match="convert: nothing is saved, since its manifest could not be read again"):
+    with pytest.raises(CheckpointError, match="nothing is saved, since its manifest could not be read again"):
         convert(old, tmp_path / "new", overwrite=True)
     assert [one.name for one in describe(tmp_path / "new").tensors] == ["v"]
     assert sorted(os.listdir(tmp_path)) == ["new", "old"]
@@ -272,7 +272,7 @@ def test_what_could_not_be_read_again_replaces_nothing(
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"max_file_bytes": 0}, ArgumentError, "is positive"),
+        ({"max_file_bytes": 0}, ArgumentError, "are positive"),
         ({"dtype": torch.int8}, ArgumentError, "dtype is a floating point type"),
         ({"shards": 3}, TypeError, "unexpected keyword argument 'shards'"),
     ],
@@ -295,9 +295,10 @@ def run(code: str, *args: object) -> subprocess.CompletedProcess[str]:
 
 KILLED = """
 import os, signal, sys
-from fsdp2.checkpoint.tools import converting
-converting.put_in_place = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-converting.convert(sys.argv[1], sys.argv[2])
+from fsdp2.checkpoint import convert
+from fsdp2.checkpoint.run import committing
+committing.replace_folder = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+convert(sys.argv[1], sys.argv[2])
 """
 
 

@@ -251,7 +251,7 @@ def consolidated_files(
         mine = number % world == rank
         if placed or mine:
             maker = (lambda sums, header=header: header) if mine else None
-            planned.append(PlannedFile(file, end, placed, maker, True, len(header)))
+            planned.append(PlannedFile(file, end, placed, maker, world > 1, len(header)))
     turn = rank * len(planned) // world
     return planned[turn:] + planned[:turn]
 

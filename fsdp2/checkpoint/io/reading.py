@@ -216,7 +216,7 @@ class PieceBytes:
             raise CorruptError(
                 f"{self.piece.path}: '{self.name}' is damaged: bytes {first}..{first + nbytes} of its part "
                 f"{list(box.start)}..{list(box.end)} have checksum {found}, expected {expected}. Load an earlier "
-                "checkpoint; python -m fsdp2.checkpoint verify lists all damage."
+                "checkpoint."
             )
 
 

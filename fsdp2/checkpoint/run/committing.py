@@ -21,10 +21,10 @@ from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.errors import CheckpointError, CorruptError
 
-__all__ = ["COPY", "commit", "encoded", "index_files", "may_count", "put_in_place"]
+__all__ = ["COPY", "commit", "index_files", "may_count"]
 
 COPY = "\0part "  # in the name of a tensor that is a copy, before the rank's place in its mesh
-# What one rank reported; see `_Job._record` in `saving.py`.
+# What one rank reported; see `Job._record` in `saving.py`.
 Record = Mapping[str, Any]
 
 
@@ -67,11 +67,11 @@ def commit(
     sums = [record["sums"] for record in records] if homes else []
     files_id = records[0]["files_id"] if records[0]["files_id"] != save_id else ""
     body = body_of(save_id, files, stored, homes, extra=_extra(records), sums=sums, files_id=files_id, **common)
-    content = encoded(body, storage.join(path, MANIFEST))
+    content = _encoded(body, storage.join(path, MANIFEST))
     agreement.decide()
     try:
         own.remove(ranks, [*tables, *equal])
-        put_in_place(storage, work, path, content, save_id, options["overwrite"])
+        _put_in_place(storage, work, path, content, save_id, options["overwrite"])
     except BaseException as error:
         agreement.fail(error)
         raise
@@ -82,7 +82,7 @@ def commit(
     delete(storage, gone)
 
 
-def put_in_place(storage: Storage, work: str, path: str, content: bytes, save_id: str, overwrite: bool) -> None:
+def _put_in_place(storage: Storage, work: str, path: str, content: bytes, save_id: str, overwrite: bool) -> None:
     """Write the manifest of the folder `work`, and give the folder its name. Where folders cannot be renamed, the
     manifest makes it a checkpoint, so only one of two saves may succeed.
 
@@ -117,7 +117,7 @@ def may_count(storage: Storage, agreement: Agreement) -> bool:
 
 
 @uncollected()
-def encoded(body: Mapping[str, Any], file: str, call: str = "save") -> bytes:
+def _encoded(body: Mapping[str, Any], file: str) -> bytes:
     """The encoded manifest. It is parsed now, while nothing counts yet, and refused if that fails."""
     try:
         content = Manifest.encode(body)
@@ -126,8 +126,8 @@ def encoded(body: Mapping[str, Any], file: str, call: str = "save") -> bytes:
         Manifest.parse(content, file)
     except (CorruptError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{call}: nothing is saved, since its manifest could not be read again: {error}. Change what this names, "
-            f"among the values that are no tensors, the names, or the step, and {call} again."
+            f"nothing is saved, since its manifest could not be read again: {error}. Change what this names, among the "
+            "values that are no tensors, the names, or the step, and save again."
         ) from error
     return content
 

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("folder", metavar="FOLDER")
     one.add_argument("--tensors", metavar="PATTERN", nargs="?", const="*", help='list tensors ("layers.0.*")')
 
-    one = add("verify", _verify, "read everything and list all damage")
+    one = add("verify", _verify, "read everything and say whether it is damaged")
     one.add_argument("folder", metavar="FOLDER", help="a checkpoint, or the folder of a run for all of its")
 
     one = add("convert", _convert, "rewrite the model as whole tensors, with Hugging Face's index")

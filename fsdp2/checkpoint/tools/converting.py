@@ -1,38 +1,28 @@
 """Convert the model of a checkpoint of any format to whole tensors, with Hugging Face's index. Layer: checkpoint.
 
-One process does it, without a GPU. The files are planned as `save` plans consolidated ones, and written by the same
-code, but the bytes are read from the old checkpoint a chunk at a time, so a tensor larger than a few chunks is never in
-memory completely. The new folder gets its name when all of it is durable.
+One process does it, without a GPU. It is a consolidated save of one rank, whose values are read from the old checkpoint
+a chunk at a time, so a tensor larger than a few chunks is never in memory completely.
 """
 
 import uuid
-import zlib
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from fsdp2.checkpoint.io.catalog import Catalog, Part
-from fsdp2.checkpoint.io.planned_files import (
-    Homes,
-    Piece,
-    Written,
-    consolidated_files,
-    consolidated_homes,
-    joined_sums,
-)
+from fsdp2.checkpoint.io.planned_files import Homes, Piece, consolidated_homes
 from fsdp2.checkpoint.io.reading import BUFFER_BYTES
-from fsdp2.checkpoint.io.writing import write_file
 from fsdp2.checkpoint.opening import open_catalog
-from fsdp2.checkpoint.run.committing import encoded, index_files, put_in_place
-from fsdp2.checkpoint.run.folders import delete, free_name, own_folder, sweep, work_folder
+from fsdp2.checkpoint.ranks.agreement import Agreement
+from fsdp2.checkpoint.ranks.world import World
+from fsdp2.checkpoint.run.committing import index_files
+from fsdp2.checkpoint.run.folders import free_name
+from fsdp2.checkpoint.saving import Job, SaveOptions
 from fsdp2.checkpoint.schema.checksum import BLOCK
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES, name_of
-from fsdp2.checkpoint.schema.manifest import MANIFEST, body_of, table_of
-from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
+from fsdp2.checkpoint.schema.manifest import table_of
+from fsdp2.checkpoint.storage.base import Folder, storage_of
 from fsdp2.errors import ArgumentError, CheckpointError, UnsupportedError
 from fsdp2.placement.box import boxes_of_flat_range, whole
 from fsdp2.placement.tiling import replicated
@@ -81,31 +71,33 @@ def convert(
 
         fsdp2.checkpoint.convert("runs/a/step-00001000", "export")
     """
-    if max_file_bytes < 1:
-        raise ArgumentError(f"convert: max_file_bytes is positive, got {max_file_bytes}")
+    options = SaveOptions(True, max_file_bytes, overwrite, timeout_s=600.0)
     to = None if dtype is None else name_of(dtype)
     if dtype is not None and to not in FLOATS:
         raise ArgumentError(f"convert: dtype is a floating point type of 16 bits or more; got {dtype}")
     storage, path = storage_of(target)
     free_name(storage, path, overwrite)
     catalog = open_catalog(*storage_of(source))
-    nonce = uuid.uuid4().hex[:12]
-    work = work_folder(storage, path, nonce)
     try:
         rows = _rows(catalog, to)
-        storage.make_folder(work)
-        with own_folder(storage, work, path):
-            content, names = _write(catalog, storage, work, rows, nonce, max_file_bytes)
-            put_in_place(storage, work, path, content, nonce, overwrite)
-        gone = sweep(storage, path, names)
-    except BaseException:
-        if storage.renames:
-            with suppress(OSError):
-                storage.remove(work)
-        raise
+        homes: Homes = {"model": consolidated_homes("model", rows, max_file_bytes)}
+        # Without renames the folder may have a user's files, and consolidated files have no names of their own.
+        taken = {*homes["model"], *index_files(homes)}.intersection(storage.names(path))
+        if taken and not storage.renames:
+            raise CheckpointError(
+                f"{path}: has {', '.join(sorted(taken)[:3])}, which the conversion would write over. Convert to "
+                "another folder, or delete what is there."
+            )
+        tilings = {"model": {name: (kind, replicated(shape, (0,))) for name, (kind, shape) in rows.items()}}
+        values = {name: value for table in catalog.values.get("model", ()) for name, value in table.items()}
+        table = table_of(tilings, {"model": catalog.aliases.get("model", {})}, {"model": values})
+        alone = World(0, (0,))
+        agreement = Agreement("convert", alone, None, options.timeout_s)
+        job = Job(storage, path, catalog.step, alone, agreement, options)
+        pieces = {"model": [_piece(catalog, name, *row) for name, row in rows.items()]}
+        job.run(uuid.uuid4().hex[:12], {"table": table, "sums": {}}, pieces, [], homes)
     finally:
         catalog.close()
-    delete(storage, gone)
     return path
 
 
@@ -121,57 +113,6 @@ def _rows(catalog: Catalog, to: str | None) -> Rows:
         rows[name] = (to if to is not None and dtype in FLOATS else dtype, shape)
         catalog.covering("model", name, whole(shape))
     return rows
-
-
-def _write(
-    catalog: Catalog, storage: Storage, work: str, rows: Rows, save_id: str, max_file_bytes: int
-) -> tuple[bytes, list[str]]:
-    """Write everything but the manifest to the folder `work`. Returns the manifest, and the names of the files.
-
-    Raises:
-        CheckpointError: without renames: the folder has a file of one of the names, or another save or conversion has
-            written there.
-    """
-    homes: Homes = {"model": consolidated_homes("model", rows, max_file_bytes)}
-    indexes = index_files(homes)
-    pieces = [_piece(catalog, name, *row) for name, row in rows.items()]
-    # No other process writes to them.
-    files = [replace(file, shared=False) for file in consolidated_files(homes["model"], pieces, 0, 1)]
-    # Without renames the folder may have a user's files, and consolidated files have no names of their own.
-    names = {*indexes, *(file.name for file in files)}
-    if not storage.renames and (taken := sorted(names.intersection(storage.names(work)))):
-        raise CheckpointError(
-            f"{work}: has {', '.join(taken[:3])}{', ...' if len(taken) > 3 else ''}, which the conversion would write "
-            "over. Convert to another folder, or delete what is there."
-        )
-    written = [write_file(storage, work, file) for file in files]
-    for name, index in indexes.items():
-        storage.write_all(storage.join(work, name), index)
-        written.append(Written(name, len(index), f"{zlib.crc32(index):08x}", {}))
-    body = body_of(
-        save_id,
-        {file.name: [file.size, file.header_crc] for file in written},
-        _tables(catalog, rows),
-        homes,
-        step=catalog.step,
-        world=1,
-        extra={},
-        sums=[joined_sums(written, homes)],
-    )
-    content = encoded(body, storage.join(work, MANIFEST), "convert")
-    sizes = storage.sizes(work)
-    if any(sizes.get(file.name) != file.size for file in written):
-        raise CheckpointError(f"{work}: another save has written there in the meantime; convert to another folder")
-    return content, [file.name for file in written]
-
-
-def _tables(catalog: Catalog, rows: Rows) -> list[dict[str, Any]]:
-    """What one rank holds. Values other than tensors stay as they were: one table for each kind of rank. The first
-    table has all tensors."""
-    tilings = {"model": {name: (dtype, replicated(shape, (0,))) for name, (dtype, shape) in rows.items()}}
-    tables = [table_of(tilings, {"model": catalog.aliases.get("model", {})}, {})]
-    tables += [table_of({}, {}, {"model": values}) for values in catalog.values.get("model", ())]
-    return [{**table, "ranks": [0]} for table in tables]
 
 
 def _piece(catalog: Catalog, name: str, dtype: str, shape: tuple[int, ...]) -> Piece:
