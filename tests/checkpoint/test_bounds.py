@@ -171,5 +171,5 @@ def test_claims_that_the_folder_cannot_hold(tmp_path: Path) -> None:
     """It ended in ``RuntimeError: you tried to allocate 962 GB``."""
     folder = by_torch(tmp_path / "a")
     absurd_shapes(folder)
-    with pytest.raises(CorruptError, match=r"weight.* is F32 \[524288, 524288\], and all files together have"):
+    with pytest.raises(CorruptError, match=r"weight.* is F32 \[524288, 524288\], and all files have"):
         checkpoint.load(folder, model=trained()[0])

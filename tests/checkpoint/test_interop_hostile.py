@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint.formats.unpickling import Made, unpickle
+from fsdp2.checkpoint.formats.unpickling import Note, unpickle
 from fsdp2.errors import CorruptError, FSDPError, UnsupportedError
 from tests.helpers.dcp_saves import save_dcp
 
@@ -143,7 +143,7 @@ def lose_chunk(metadata: Any) -> None:
         (drop, "does not say where 'model.a'"),
         (lose_chunk, "hold 0 of 12 elements"),
         (lambda metadata: setattr(metadata, "state_dict_metadata", None), "is malformed"),
-        (lambda metadata: metadata.state_dict_metadata.update({"model.a": "x"}), "is not described"),
+        (lambda metadata: metadata.state_dict_metadata.update({"model.a": "x"}), "is malformed"),
     ],
 )
 def test_metadata_that_does_not_fit(tmp_path: Path, change: Callable[[Any], None], message: str) -> None:
@@ -231,4 +231,4 @@ def test_pickles_of_all_versions() -> None:
         value |= {"b": b"\x00\xff"} if version > 2 else {}
         assert unpickle(io.BytesIO(pickle.dumps(value, version)), "x", ()) == value
         made = unpickle(io.BytesIO(pickle.dumps(Evil(Path("z")), version)), "x", ("posix.mkdir",))
-        assert isinstance(made, Made) and (made.kind, made.args) == ("posix.mkdir", ("z",))
+        assert isinstance(made, Note) and (made.kind, made.args) == ("posix.mkdir", ("z",))

@@ -17,7 +17,7 @@ from fsdp2.checkpoint.formats.dcp_metadata import Item, Path, read_metadata
 from fsdp2.checkpoint.formats.torch_files import read_tensor
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.pieces import StoredPiece
-from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
+from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CorruptError, MismatchError, UnsupportedError
 from fsdp2.placement.box import Box
@@ -57,10 +57,9 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
         reader.close()
     held = sum(storage.sizes(path).values())
     for name, item in items.items():  # memory is allocated for extra state
-        info = item.info
-        if info is not None and item.is_readable and prod(info.shape) * ITEMSIZES[info.dtype] > held:
+        if item.info is not None and prod(item.info.shape) * ITEMSIZES.get(item.info.dtype, 0) > held:
             raise CorruptError(
-                f"{file}: '{name}' is {info.dtype} {list(info.shape)}, and all files together have {held} bytes"
+                f"{file}: '{name}' is {item.info.dtype} {list(item.info.shape)}, and all files have {held} bytes"
             )
     return DcpCatalog(storage, path, items)
 
@@ -72,21 +71,20 @@ class DcpCatalog(Catalog):
         super().__init__(storage, path, DCP)
         self._items: dict[str, Item] = {}  # of the model's tensors, by name
         model, others = self.left_out.setdefault("model", {}), self.left_out.setdefault("", {})
-        by_path = {item.path: item for item in items.values()}
-        roots = _optimizer_roots(by_path)
-        rest = {path: item for path, item in by_path.items() if not any(_is_below(path, root) for root in roots)}
-        tensors = [path for path, item in rest.items() if item.info]
-        prefix, names = _model_prefix(tensors, self.path), set(tensors)
-        if prefix == () and any(len(path) == 1 for path in tensors):
-            names = {path for path in tensors if len(path) == 1}
-        for where, item in by_path.items():
-            name, is_within = ".".join(map(str, where[len(prefix) :])), where[: len(prefix)] == prefix and where in rest
-            if is_within and where in names and item.is_readable:
-                self._items[name] = item
-            elif is_within and (where in names or (item.info is None and (prefix or "_extra_state" in name))):
-                model[name] = _unreadable(item)
+        roots = _optimizer_roots(item.path for item in items.values())
+        of_optimizers = {item.path for item in items.values() if any(_is_below(item.path, root) for root in roots)}
+        tensors = [item.path for item in items.values() if item.info and item.path not in of_optimizers]
+        prefix = _model_prefix(tensors, path)
+        is_flat = prefix == () and any(len(each) == 1 for each in tensors)  # the rest is under keys
+        for item in items.values():
+            name = ".".join(map(str, item.path[len(prefix) :]))
+            is_within = item.path[: len(prefix)] == prefix and item.path not in of_optimizers
+            if not is_within or (is_flat and len(item.path) > 1) or not (item.info or prefix or is_flat):
+                others[".".join(map(str, item.path[: max(1, len(prefix))]))] = "not the model, so load it with torch"
+            elif item.info is None or item.info.dtype not in DTYPES:
+                model[name] = "no tensor" if item.info is None else f"a tensor {item.info.dtype} {[*item.info.shape]}"
             else:
-                others[".".join(map(str, where[: max(1, len(prefix))]))] = "not the model, so load it with torch"
+                self._items[name] = item
         self.tensors["model"] = {name: item.info for name, item in self._items.items() if item.info is not None}
 
     @property
@@ -156,9 +154,3 @@ def _is_below(path: Path, root: Path) -> bool:
     """Whether an item belongs to the optimizer at `root`."""
     rest = path[len(root) :]
     return path[: len(root)] == root and bool(rest) and str(rest[0]).split(".")[0] in ("state", "param_groups")
-
-
-def _unreadable(item: Item) -> str:
-    if item.info is None:
-        return "no tensor"
-    return f"a tensor {item.info.dtype} {list(item.info.shape)}, which safetensors does not have"

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from fsdp2._torch.checkpoint import PICKLED_TENSORS
-from fsdp2.checkpoint.formats.unpickling import Made, Named, shown, unpickle
+from fsdp2.checkpoint.formats.unpickling import Note, unpickle
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.storage.base import Reader
 from fsdp2.errors import CorruptError, FSDPError, UnsupportedError
@@ -133,8 +133,8 @@ class _Archive:
         if "byteorder" in self._entries and self._read("byteorder") != b"little":
             raise ValueError("it was written on a machine with another byte order")
         made = unpickle(io.BytesIO(self._read("data.pkl")), self._where, _ALLOWED, self._memory)
-        if not isinstance(made, Made) or made.kind not in PICKLED_TENSORS:
-            raise ValueError(f"it is {shown(made)}")
+        if not isinstance(made, Note) or made.kind not in PICKLED_TENSORS or made.args is None:
+            raise ValueError("it is something else than a tensor")
         (kind, offset, size), first, shape, steps, _, _, *rest = made.args
         name = TORCH_DTYPES[rest.pop(0).kind] if kind in UNTYPED and rest else _STORAGES[kind]
         if any(rest):  # whether the values must be conjugated or negated
@@ -160,12 +160,10 @@ class _Archive:
             raise zipfile.BadZipFile(f"'{name[:80]}' is compressed")
         self._window.seek(entry.header_offset)
         head = self._window.read(30)
-        if head[:4] != b"PK\3\4":
-            raise zipfile.BadZipFile(f"'{name[:80]}' is not where the directory says")
         lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         offset = entry.header_offset + 30 + lengths
-        if offset + entry.file_size > self._length:
-            raise zipfile.BadZipFile(f"'{name[:80]}' goes beyond the end")
+        if head[:4] != b"PK\3\4" or offset + entry.file_size > self._length:
+            raise zipfile.BadZipFile(f"'{name[:80]}' is not where the directory says")
         return offset, entry.file_size
 
     def _read(self, name: str) -> bytes:
@@ -180,7 +178,5 @@ class _Archive:
     def _memory(self, key: Any) -> tuple[str, int, int]:
         """(class, offset in the file, bytes) of the memory that a pickle refers to."""
         _, kind, name, *_ = key
-        if not isinstance(kind, Named) or type(name) is not str:
-            raise ValueError("a reference to something else than memory")
         offset, size = self._range(f"data/{name}")
         return kind.kind, self._start + offset, size

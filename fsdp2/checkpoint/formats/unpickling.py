@@ -2,48 +2,37 @@
 
 A pickle is a program. Run as it is, it gives the author of a checkpoint control over the reader's machine. Here the
 standard library's reader runs it without calling anything: it builds plain data (numbers, strings, lists, dicts), and
-where a pickle asks for a class or a function, the result contains a note: its name (`Named`), and with which arguments
-it would have been called (`Made`). Memory is bounded by the size of the file. Versions 2 to 5 of pickle, as torch
-writes them.
+where a pickle asks for a class, a function or an object, the result contains a `Note` of it. Memory is bounded by the
+size of the file. Versions 2 to 5 of pickle, as torch writes them.
 """
 
 import pickle
 from collections.abc import Callable, Container
 from pickle import _Unpickler  # in Python: the one in C makes room for any number that a file gives to a memo's entry
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from fsdp2.errors import CorruptError, FSDPError
 
-__all__ = ["Made", "Named", "shown", "unpickle"]
-
-MAX_NAME = 1000
+__all__ = ["Note", "unpickle"]
 
 
-class Named(NamedTuple):
-    """A class or function that a pickle names, or a value of a module, such as ``torch.float32``: module and name."""
-
-    kind: str
-
-
-class Made:
-    """An object that executing the pickle would have created.
+class Note:
+    """A class, function or value of a module that a pickle names, or an object that executing it would have created.
 
     Attributes:
-        kind: module and name of its class, or of the function that would have created it.
-        args: the arguments of that call.
-        state: what it would have been filled with.
+        kind: module and name; of an object, those of its class, or of the function that would have created it.
+        args: the arguments of that call; None for what is only named.
+        state: what the object would have been filled with.
     """
 
     __slots__ = ("args", "kind", "state")
 
-    def __init__(self, kind: str, args: tuple[Any, ...]):
-        self.kind = kind
-        self.args = args
+    def __init__(self, kind: str, args: tuple[Any, ...] | None = None):
+        self.kind, self.args = kind, args
         self.state: Any = None
 
-    def field(self, name: str) -> Any:
-        """An attribute that it would have had; None if it would not have it."""
-        return self.state.get(name) if isinstance(self.state, dict) else None
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
 
 
 def unpickle(file: Any, where: str, allowed: Container[str], persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -59,13 +48,13 @@ def unpickle(file: Any, where: str, allowed: Container[str], persistent: Callabl
         CorruptError: it is damaged, or names something that is not allowed.
     """
 
-    def named(module: str, name: str) -> Named:
-        if len(module) + len(name) > MAX_NAME:
+    def named(module: str, name: str) -> Note:
+        if len(module) + len(name) > 1000:
             raise ValueError("a name that is too long")
         kind = f"{'builtins' if module == '__builtin__' else module}.{name}"
         if kind not in allowed:
             raise CorruptError(f"{where}: asks for {kind[:200]}, which no such file needs. Nothing has been executed.")
-        return Named(kind)
+        return Note(kind)
 
     reader: Any = _Reader(file)
     reader.find_class, reader.persistent_load = named, persistent
@@ -77,20 +66,13 @@ def unpickle(file: Any, where: str, allowed: Container[str], persistent: Callabl
         raise CorruptError(f"{where}: is not a pickle, or is damaged ({type(error).__name__}: {error})") from error
 
 
-def shown(value: Any) -> str:
-    """A value for a message, shortened. (`repr` of a pickle's nested data may never end.)"""
-    if isinstance(value, (Made, Named)):
-        return f"<{value.kind}>"
-    return repr(value)[:200] if type(value) in _LEAVES else f"a {type(value).__name__}"
-
-
-_LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 # The operations of versions 2 to 5 that cost no more than they have bytes.
 _READ = (
     "PROTO MARK STOP POP POP_MARK NONE NEWTRUE NEWFALSE BININT1 BININT2 BININT LONG1 BINFLOAT BINUNICODE "
     "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
     "APPEND APPENDS EMPTY_DICT BINGET LONG_BINGET BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL BINPERSID"
 )
+_KEYS = (type(None), bool, int, float, str, bytes, Note)  # the hash of nested tuples may never end
 
 
 class _Reader(_Unpickler):
@@ -105,14 +87,14 @@ class _Reader(_Unpickler):
     def load_call(self) -> None:
         """A call of a class or function."""
         args, called = self.stack.pop(), self.stack.pop()
-        if not isinstance(called, Named) or type(args) is not tuple:
+        if not isinstance(called, Note) or type(args) is not tuple:
             raise ValueError("a call of something else than a class or function")
-        self.stack.append(Made(called.kind, args))
+        self.stack.append(Note(called.kind, args))
 
     def load_build(self) -> None:
         """The state of an object."""
         state = self.stack.pop()
-        if not isinstance(self.stack[-1], Made):
+        if not isinstance(self.stack[-1], Note):
             raise ValueError("a state of something else than an object")
         self.stack[-1].state = state
 
@@ -127,11 +109,9 @@ class _Reader(_Unpickler):
         self._set(self.pop_mark())  # type: ignore[attr-defined]
 
     def _set(self, items: list[Any]) -> None:
-        """The keys must have a hash that is fast; that of nested tuples may never end."""
-        target, keys = self.stack[-1], items[::2]
-        if type(target) is not dict or not all(type(key) in _LEAVES or isinstance(key, Made) for key in keys):
+        if type(self.stack[-1]) is not dict or not all(type(key) in _KEYS for key in items[::2]):
             raise ValueError("a key that is neither a number nor a text, or no dict")
-        target.update(zip(keys, items[1::2], strict=True))
+        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     dispatch: ClassVar[dict[int, Any]] = {
         **{getattr(pickle, name)[0]: _Unpickler.dispatch[getattr(pickle, name)[0]] for name in _READ.split()},
