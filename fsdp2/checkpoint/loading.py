@@ -78,7 +78,7 @@ def load(
     Args:
         folder: the folder of a checkpoint (see `latest`): one of ours, a Hugging Face folder, or one of another library
             that `fsdp2.checkpoint` reads.
-        model: a module, or a dict of modules, filled in place; parameters on the meta device are allocated and filled.
+        model: a module, filled in place; parameters on the meta device are allocated and filled.
             Or a plain dict of tensors and DTensors, filled in place.
         optimizer: likewise; a list or a dict for several, as they were saved. An optimizer that has not stepped yet
             also gets its state; options such as the learning rate are restored too. Needs the module for its

@@ -1,9 +1,8 @@
 """Open a folder of any format, also while a save replaces it. Layer: checkpoint."""
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from fsdp2.checkpoint.formats.dcp import is_dcp, open_dcp
 from fsdp2.checkpoint.formats.huggingface import is_huggingface, open_huggingface
@@ -12,34 +11,16 @@ from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.run.folders import TRIES, find, id_at, is_whole, manifest_at
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.base import Storage
-from fsdp2.errors import CheckpointError, MismatchError, ReplacedError, UnsupportedError
+from fsdp2.errors import CheckpointError, MismatchError, ReplacedError
 
 __all__ = ["is_checkpoint", "not_replaced", "open_catalog", "until_not_replaced"]
 
 T = TypeVar("T")
 
-DEEPSPEED_FILE = re.compile(r"zero_to_fp32\.py|.*_(model|optim)_states\.pt")
-
-
-def _is_deepspeed(storage: Storage, path: str) -> bool:
-    """Whether the folder is one that DeepSpeed's `save_checkpoint` was given, or one of a tag in it."""
-    return any(DEEPSPEED_FILE.fullmatch(name) for name in storage.names(path))
-
-
-def _refuse_deepspeed(storage: Storage, path: str) -> NoReturn:
-    """Say how to export the weights."""
-    raise UnsupportedError(
-        f"{path}: is a DeepSpeed checkpoint; expected a format that is read here. Run `python zero_to_fp32.py . out "
-        "--safe_serialization` in the folder that has DeepSpeed's file zero_to_fp32.py, and use the folder `out`, "
-        "which has the fp32 weights, without the optimizer's state (docs/formats.md)."
-    )
-
-
 # Formats of other libraries: (detect, open), tried in this order.
 FOREIGN: list[tuple[Callable[[Storage, str], bool], Callable[[Storage, str], Catalog]]] = [
     (is_dcp, open_dcp),
     (is_huggingface, open_huggingface),
-    (_is_deepspeed, _refuse_deepspeed),
 ]
 
 
@@ -52,7 +33,6 @@ def open_catalog(storage: Storage, path: str, files_are_there: bool = True) -> C
     Raises:
         CheckpointError: it has no format that is supported.
         CorruptError: it is damaged.
-        UnsupportedError: it is a DeepSpeed checkpoint.
     """
     # A folder with a manifest, even a damaged one, is ours. A consolidated checkpoint also has the files of Hugging
     # Face, but it must not be read as such, without checksums, if its manifest is damaged.

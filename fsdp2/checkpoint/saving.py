@@ -99,8 +99,8 @@ def save(
     Args:
         folder: the folder of the checkpoint, which must not exist yet (or must be empty); with `step`, the folder of
             the run, in which the checkpoint is ``step-00001000``. A URL (``s3://...``) goes through fsspec.
-        model: a module, a dict of modules (``{"generator": ..., "discriminator": ...}``), or a plain dict of DTensors,
-            tensors and JSON-like values. Tied weights are stored once.
+        model: a module (several of them in a ``nn.ModuleDict``), or a plain dict of DTensors, tensors and JSON-like
+            values. Tied weights are stored once.
         optimizer: needs the module for its parameters' names. A list or a dict for several (``[muon, adamw]``); or a
             plain dict like `model`.
         extra: other state that is needed to resume, by name: JSON-like values, tensors, or objects with

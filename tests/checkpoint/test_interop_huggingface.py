@@ -81,28 +81,6 @@ def test_torch_files(tmp_path: Path) -> None:
     check(tmp_path)
 
 
-@pytest.mark.parametrize("export", ["model.safetensors", "two files"])
-def test_the_export_of_a_deepspeed_checkpoint(tmp_path: Path, export: str) -> None:
-    """A user who loads DeepSpeed's folder is told of the command; what that writes into `out` loads and converts."""
-    inner, out = tmp_path / "global_step7", tmp_path / "out"
-    inner.mkdir()
-    out.mkdir()
-    (tmp_path / "latest").write_text("global_step7")
-    (tmp_path / "zero_to_fp32.py").write_text("")
-    torch.save({}, inner / "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    for folder in (tmp_path, inner):
-        with pytest.raises(UnsupportedError, match=r"zero_to_fp32.py \. out --safe_serialization.*docs/formats.md"):
-            checkpoint.load(folder, model=net())
-    if export == "two files":
-        write_two(out)
-        index = out / "model.safetensors.index.json"
-        index.write_text(json.dumps({"metadata": {"total_size": 252}, **json.loads(index.read_text())}, indent=2))
-    else:
-        save_file(STATE, out / export, metadata={"format": "pt"})
-    check(out)
-    check(Path(checkpoint.convert(out, tmp_path / "ours")))
-
-
 @pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "..", "a/b.safetensors", "", None, 3, ["x"]])
 def test_an_index_cannot_lead_outside(tmp_path: Path, file: Any) -> None:
     write_two(tmp_path / "model", **{"1.weight": file})

@@ -24,6 +24,7 @@ from fsdp2.errors import CheckpointError, CorruptError
 __all__ = ["COPY", "commit", "index_files", "may_count"]
 
 COPY = "\0part "  # in the name of a tensor that is a copy, before the rank's place in its mesh
+
 # What one rank reported; see `Job._record` in `saving.py`.
 Record = Mapping[str, Any]
 

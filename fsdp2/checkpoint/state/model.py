@@ -60,22 +60,7 @@ class State:
 
 
 def unwrapped(model: Any) -> Any:
-    """The module inside DDP or DataParallel, whose ``module.`` prefix is not part of the names. For a dict of modules
-    (a GAN's), a module that contains them under their names.
-
-    Raises:
-        ArgumentError: a dict mixes modules and other values, or has an invalid name.
-    """
-    if isinstance(model, Mapping) and any(isinstance(value, nn.Module) for value in model.values()):
-        holder = nn.Module()
-        for name, value in model.items():
-            if not isinstance(name, str) or not name or "." in name or not isinstance(value, nn.Module):
-                raise ArgumentError(
-                    f"model: of a dict of modules expected names without dots, and modules; got {type(value).__name__} "
-                    f"under {name!r}"
-                )
-            holder.register_module(name, unwrapped(value))
-        return holder
+    """The module inside DDP or DataParallel, whose ``module.`` prefix is not part of the names."""
     while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         model = model.module
     return model

@@ -85,8 +85,7 @@ class OptimizerTarget:
         """
         check_plain(self.optimizer)
         forms = {fqn: form for table in tables for fqn, form in table["states"].items()}
-        saved = [[(group["params"], group["options"]) for group in table["groups"]] for table in tables]
-        options = {fqn: chosen for groups in saved for params, chosen in groups for fqn in params}
+        options = {fqn: group["options"] for table in tables for group in table["groups"] for fqn in group["params"]}
         known = set(self.names.values())
         self.missing = [f"optimizer state of '{fqn}'" for fqn in sorted(known - options.keys())]
         self._fresh = [param for param, fqn in self.names.items() if fqn in options and fqn not in forms]
@@ -101,8 +100,13 @@ class OptimizerTarget:
         if not kinds <= {*own}:
             what = f"optimizer state of {', '.join(sorted(kinds))}, and this is {own[0]}"
             self.unfit = f"{what}. Leave optimizer= out to begin with a fresh state."
-        self._options = [self._options_of(group, options) for group in self.optimizer.param_groups]
-        self._ask_empty_groups(saved, known)
+        now = self.optimizer.param_groups
+        alike = [table["groups"] for table in tables if len(table["groups"]) == len(now)]
+        self._options = [
+            # A group without parameters (not unfrozen yet) has no names to be found by, but a number.
+            self._options_of(group, options) if group["params"] or not alike else dict(alike[0][index]["options"])
+            for index, group in enumerate(now)
+        ]
 
     def _options_of(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
         found = [
@@ -117,22 +121,6 @@ class OptimizerTarget:
                     f"options ({found[0][1]} and {other}). Make the param groups as they were."
                 )
         return dict(found[0][1]) if found else {}
-
-    def _ask_empty_groups(self, saved: Sequence[Sequence[tuple[list[str], dict[str, Any]]]], known: set[str]) -> None:
-        """Find the options of groups without parameters (all frozen, or all on other pipeline stages), which have no
-        names to be found by: those of the saved group of the same number.
-
-        Args:
-            saved: for each table, (parameters, options) of its groups.
-            known: the parameters that are here.
-        """
-        now = self.optimizer.param_groups
-        alike = [groups for groups in saved if len(groups) == len(now)]
-        for index in [index for index, group in enumerate(now) if not group["params"]]:
-            found = [groups[index][1] for groups in alike if known.isdisjoint(groups[index][0])]
-            self._options[index] = found[0] if found else {}
-            if not found and any(not params for groups in saved for params, _ in groups):
-                self.missing.append(f"options of param group {index}, which has no parameters here")
 
     def _making(
         self, param: torch.Tensor, fqn: str, stored: Stored, options: Mapping[str, Any] | None
