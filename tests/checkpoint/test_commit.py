@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint.run import committing
-from fsdp2.checkpoint.run.folders import delete, find, replace_folder, sweep
+from fsdp2.checkpoint.run.folders import delete, replace_folder, sweep
 from fsdp2.checkpoint.schema.manifest import MANIFEST, Manifest
 from fsdp2.checkpoint.storage import local
 from fsdp2.checkpoint.storage.local import LocalStorage
@@ -128,15 +128,6 @@ def test_files_stay_for_the_next_try_if_an_upload_failed(tmp_path: Path) -> None
     assert sent[0] in checkpoint.describe(f"{run}/step-00000001").files
 
 
-def test_a_conversion_whose_answer_was_lost_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path / "a", 3.0)
-    with monkeypatch.context() as patch:
-        lose_the_answer(patch, blind=False)
-        with pytest.raises(OSError, match="timed out"):
-            checkpoint.convert(tmp_path / "a", "memory://b")
-    assert value_at("memory://b") == 3.0
-
-
 # --- replacing a checkpoint -------------------------------------------------------------------------------------------
 
 
@@ -189,16 +180,6 @@ def test_of_two_that_were_set_aside_the_newer_counts(nonces: list[str], tmp_path
         old = set_aside(tmp_path / str(value) / "a", nonce, changed=1e9 + value)
         old.rename(tmp_path / old.name)
     (tmp_path / f".old-a-{nonces[0]}" / "notes.txt").write_text("mine")
-    assert value_at(tmp_path / "a") == 2.0
-
-
-def test_a_link_in_the_place_of_one_that_was_set_aside(tmp_path: Path) -> None:
-    """It is neither taken for the checkpoint, nor is anything deleted behind it."""
-    save(tmp_path / "precious", 1.0)
-    (tmp_path / f".old-a-{NONCES[0]}").symlink_to(tmp_path / "precious")
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        checkpoint.load(tmp_path / "a")
-    save(tmp_path / "a", 2.0)
     assert value_at(tmp_path / "a") == 2.0
 
 
@@ -340,24 +321,6 @@ def test_no_checkpoint_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     unreadable(monkeypatch, tmp_path / "step-00000002" / MANIFEST)
     with pytest.warns(UserWarning, match="step-00000002"), pytest.raises(OSError, match="Input/output error"):
         checkpoint.latest(tmp_path)
-
-
-def test_a_folder_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where not even the folder says what is in it."""
-    for step in (1, 2):
-        save(tmp_path, float(step), step=step)
-    real = os.lstat
-
-    def lstat(path: Any) -> os.stat_result:
-        if str(path).endswith(f"step-00000002/{MANIFEST}"):
-            raise OSError(5, "Input/output error")
-        return real(path)
-
-    monkeypatch.setattr(os, "lstat", lstat)
-    with pytest.warns(UserWarning, match="step-00000002"):
-        assert checkpoint.latest(tmp_path) == str(tmp_path / "step-00000001")
-    with pytest.raises(OSError, match="Input/output error"):
-        find(LocalStorage(), str(tmp_path / "step-00000002"))
 
 
 @on_ranks(2)

@@ -10,17 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp2 import checkpoint
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.storage import local
 from fsdp2.checkpoint.storage.local import LocalStorage, LocalWriter
 from fsdp2.disk import direct
 from fsdp2.disk.direct import PAGE, open_direct
-from tests.helpers.ranks import on_ranks
 
 PWriteV = Callable[[int, list[memoryview], int], int]
 
@@ -173,24 +168,3 @@ def test_errors_of_the_disk_are_errors(disk: Path, writes: Writes) -> None:
     with pytest.raises(OSError, match="No space left"):
         writer.write(0, [memoryview(bytes(10 * PAGE))])
     writer.abandon()
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("consolidated", [False, True])
-def test_checkpoints(rank: int, world_size: int, consolidated: bool, disk: Path) -> None:
-    """Tensors of all sizes, shards that end within pages, rows of several ranks in one page."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    generator = torch.Generator().manual_seed(1)
-    shapes = [(7, 1001), (1,), (100, 999), (3, 5), (1024, 64), (0, 4), (50, 333)]
-    whole = {f"w{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)}
-    state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in whole.items()}
-    state["w4"] = distribute_tensor(whole["w4"], mesh, [Shard(1)])
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        every_page(monkeypatch)
-        writes = Writes(monkeypatch)
-        checkpoint.save(disk / "a", model=state, consolidated=consolidated)
-    assert writes.direct_bytes() > 20 * PAGE
-    checkpoint.verify(disk / "a")
-    loaded = {name: torch.zeros_like(value) for name, value in whole.items()}
-    checkpoint.load(disk / "a", model=loaded)
-    assert all(torch.equal(loaded[name], whole[name]) for name in whole)

@@ -7,6 +7,7 @@ import math
 import random
 import time
 import types
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 
 import fsdp2.checkpoint as fc
 from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
@@ -256,3 +258,31 @@ def test_sharded_tensors_in_extra(rank: int, world_size: int, tmp_path: Path) ->
     sharded = put(torch.arange(5.0), mesh_of(2), [torch.distributed.tensor.Shard(0)])
     with pytest.raises(ArgumentError, match="sharded"):
         fc.save(tmp_path / "a", extra={"sharded": {"x": sharded}})
+
+
+def test_a_schedule_goes_on(tmp_path: Path) -> None:
+    """`MultiStepLR` keeps its milestones in a Counter. It came back as a dict, and within a `SequentialLR` (a warm-up
+    before it) the next step died on ``dict.elements``."""
+
+    def build() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
+        warm, later = LinearLR(optimizer, 0.1, total_iters=2), MultiStepLR(optimizer, [2, 2, 5])
+        return optimizer, SequentialLR(optimizer, [warm, later], milestones=[5])
+
+    def rates(optimizer: torch.optim.Optimizer, schedule: Any, count: int) -> list[float]:
+        found = []
+        with warnings.catch_warnings(action="ignore"):  # SequentialLR calls what it consists of with an epoch
+            for _ in range(count):
+                optimizer.step()
+                schedule.step()
+                found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    optimizer, schedule = build()
+    expected = rates(optimizer, schedule, 12)
+    first, later = build(), build()
+    assert rates(*first, 4) == expected[:4]
+    fc.save(tmp_path / "a", extra={"schedule": first[1]})
+    fc.load(tmp_path / "a", extra={"schedule": later[1]})
+    later[0].param_groups[0]["lr"] = first[0].param_groups[0]["lr"]
+    assert rates(*later, 8) == expected[4:]

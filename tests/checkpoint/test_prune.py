@@ -65,19 +65,6 @@ def test_a_flipped_bit_in_the_newest(tmp_path: Path) -> None:
         assert steps(tmp_path) == there
 
 
-def test_the_only_sound_one_stays(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    for step in (2, 3):
-        flip(tmp_path, step)
-    for keep in (1, 2):
-        assert checkpoint.prune(tmp_path, keep=keep, valid=checkpoint.verify) == []
-    flip(tmp_path, 1)
-    assert checkpoint.prune(tmp_path, keep=1, valid=checkpoint.verify) == []  # none is known to be sound
-    with pytest.raises(ZeroDivisionError):
-        checkpoint.prune(tmp_path, keep=1, valid=lambda folder: 1 / 0)
-
-
 @pytest.mark.parametrize(
     ("keep", "every", "there"), [(1, None, [5, 2]), (2, None, [4, 5, 1, 2]), (1, 3, [3, 5, 2])], ids=str
 )
@@ -200,18 +187,6 @@ def test_killed_between_any_two_changes(last: int, tmp_path: Path, monkeypatch: 
     save(root, 1, value=3.0, overwrite=True)
     assert value_at(root, 1) == 3.0
     assert sorted(os.listdir(root)) == ["step-00000001", "step-00000002"]
-
-
-def test_what_is_a_users_stays(tmp_path: Path) -> None:
-    """A folder that has the name of a step, and files that may be the user's."""
-    mine = tmp_path / "step-00000001"
-    mine.mkdir()
-    (mine / "model.safetensors").write_bytes(b"mine")
-    os.utime(mine, (1, 1))
-    assert not _is_stale(LocalStorage(), str(tmp_path), mine.name)
-    with pytest.raises(CheckpointError, match="has files in it and is no checkpoint"):
-        save(tmp_path, 1, overwrite=True)
-    assert (mine / "model.safetensors").read_bytes() == b"mine"
 
 
 def test_what_was_replaced_goes_only_for_a_whole_successor(tmp_path: Path) -> None:

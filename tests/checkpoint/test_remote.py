@@ -177,14 +177,6 @@ def test_a_request_that_fails_is_sent_again(tmp_path: Path) -> None:
     load(latest(run) or "", model={"w": torch.zeros(2)})
 
 
-def test_the_manifest_comes_last(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    save(bucket(tmp_path), model=model, optimizer=optimizer, extra={"x": torch.ones(2)}, step=1)
-    assert Bucket.puts[-1] == f"step-00000001/{MANIFEST}"
-    assert len(Bucket.puts) == 7  # with the mark, the rank's record, and the table that all ranks share
-    assert not [name for name in Bucket.puts if not name.startswith("step-00000001/")], "nothing is moved afterwards"
-
-
 def names_in(run: str, step: int) -> list[str]:
     return RemoteStorage(run).names(f"{run}/step-0000000{step}")
 

@@ -75,7 +75,10 @@ class Bucket(AbstractFileSystem):
 
     def info_of(self, file: Path) -> dict[str, Any]:
         status = file.stat()
-        return {"type": "file", "size": status.st_size, "LastModified": datetime.fromtimestamp(status.st_mtime, UTC)}
+        return {"type": "file", "size": status.st_size}
+
+    def modified(self, path: str) -> datetime:
+        return datetime.fromtimestamp(self.place(path).stat().st_mtime, UTC)
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
         path = self._strip_protocol(path)

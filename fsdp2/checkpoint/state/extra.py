@@ -58,7 +58,7 @@ class Reshardable(Stateful, Protocol):
 
 
 class RandomState:
-    """The random number generators of this process: torch's on the CPU and on each visible device of the accelerator,
+    """The random number generators of this process: torch's on the CPU and on the current device of the accelerator,
     Python's, and NumPy's if it is loaded. Give one to `save` and `load` under any name of `extra`.
 
     Every rank has its own state. On a different number of ranks the saved states cannot be assigned to ranks: each rank
@@ -78,8 +78,7 @@ class RandomState:
             "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
         }
         if torch.accelerator.is_available():
-            kind, arguments = _devices()
-            state[kind] = [torch.get_device_module(kind).get_rng_state(*each) for each in arguments]
+            state["device"] = torch.get_device_module().get_rng_state()
         if "numpy" in sys.modules:
             numpy: Any = import_module("numpy")
             kind, keys, position, has_gauss, cached = numpy.random.get_state()
@@ -91,10 +90,8 @@ class RandomState:
         torch.set_rng_state(state_dict["torch"])
         version, words, gauss = state_dict["python"]
         random.setstate((version, tuple(words.tolist()), gauss))
-        if torch.accelerator.is_available():
-            kind, arguments = _devices()
-            for one, each in zip(state_dict.get(kind, ()), arguments, strict=False):  # there may be fewer devices now
-                torch.get_device_module(kind).set_rng_state(one, *each)
+        if "device" in state_dict and torch.accelerator.is_available():
+            torch.get_device_module().set_rng_state(state_dict["device"])
         if "numpy" in state_dict and "numpy" in sys.modules:
             numpy: Any = import_module("numpy")
             kind, keys, position, has_gauss, cached = state_dict["numpy"]
@@ -113,15 +110,6 @@ class RandomState:
         if "numpy" in sys.modules:
             numpy: Any = import_module("numpy")
             numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32])
-
-
-def _devices() -> tuple[str, list[tuple[int, ...]]]:
-    """The kind of accelerator, and for each visible device what its `get_rng_state` takes to tell it."""
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    if accelerator.type == "mps":  # the only device
-        return accelerator.type, [()]
-    return accelerator.type, [(index,) for index in range(torch.accelerator.device_count())]
 
 
 @dataclass(frozen=True)

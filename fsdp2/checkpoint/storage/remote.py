@@ -33,9 +33,6 @@ ANSWERS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsE
 
 Result = TypeVar("Result")
 
-# The keys under which file systems report the time of the last change; some only know the creation time.
-TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
-
 
 class RemoteStorage:
     """See `LocalStorage`. Paths in it are URLs.
@@ -115,12 +112,16 @@ class RemoteStorage:
         return _kind_of(entry) if entry is not None else None
 
     def age(self, path: str) -> float:
-        """See `LocalStorage`. Zero if the file system does not tell, because the file may be in use."""
-        own = self._look(path)
-        if own is None:
-            raise FileNotFoundError(f"{path}: there is no such file or folder")
-        times = [changed for entry in (own, *self._list(path)) if (changed := _changed(entry)) is not None]
-        return time.time() - max(times) if times else 0.0
+        """See `LocalStorage`; of a file. Zero if the file system does not tell, because the file may be in use."""
+
+        def modified() -> datetime | None:
+            with suppress(NotImplementedError):
+                changed: datetime = self._fs.modified(self._bare(path))
+                return changed if changed.tzinfo is not None else changed.replace(tzinfo=UTC)
+            return None
+
+        changed = self._call(path, modified)
+        return 0.0 if changed is None else time.time() - changed.timestamp()
 
     def upload(self, path: str, content: Callable[[], Iterable[memoryview]]) -> None:
         """Write a file from the first byte to the last; if a request fails, from the first again.
@@ -310,17 +311,3 @@ def _name_of(entry: Mapping[str, Any]) -> str:
 def _kind_of(entry: Mapping[str, Any]) -> str:
     """See `LocalStorage.kind`."""
     return {"file": "file", "directory": "folder"}.get(entry["type"], "special file")
-
-
-def _changed(entry: Mapping[str, Any]) -> float | None:
-    """When something was last changed, in seconds since 1970; None if unknown."""
-    for key in TIMES:
-        value = entry.get(key)
-        if isinstance(value, str):
-            with suppress(ValueError):
-                value = datetime.fromisoformat(value)
-        if isinstance(value, datetime):
-            return (value if value.tzinfo is not None else value.replace(tzinfo=UTC)).timestamp()
-        if isinstance(value, int | float):
-            return float(value)
-    return None
