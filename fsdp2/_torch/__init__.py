@@ -94,6 +94,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 # For `map` over all parameters, without a Python frame for each.
 grad_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
+set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = vars(torch._C.TensorBase)["grad"].__set__
 hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
 backward_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
 local_of: Callable[[torch.Tensor | None], torch.Tensor] = attrgetter("_local_tensor")

@@ -258,7 +258,7 @@ class Bucket:
         """Adopt parameters that were moved, converted or replaced. Only while sharded. Returns whether any changed."""
         self.settle()
         is_changed = sum(param.refresh() for param in self.params) > 0
-        self.gradients.forget_plans()
+        self._follow_grad_dtypes()
         self.seen = Seen(self.params)
         if is_changed:
             self._drop_unsharded()

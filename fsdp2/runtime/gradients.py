@@ -17,8 +17,8 @@ the last, so gradients from a backward nested in the unit's own wait for the end
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from operator import attrgetter, is_not
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -27,18 +27,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch import grad_of, hooks_of, local_tensor, running_backward
+from fsdp2._torch import grad_of, hooks_of, local_tensor, running_backward, set_grad
 from fsdp2.errors import UnsupportedError
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime import hooks
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.parameter import ManagedParameter, sharded_of
 from fsdp2.runtime.reduction import Partials, Reduction, ReductionPlan
-from fsdp2.runtime.sink import Params
+from fsdp2.runtime.sink import Params, is_there
 from fsdp2.runtime.streams import Streams
 
 MAX_PLANS = 64
-_is_there: Callable[[object], bool] = partial(is_not, None)
 _NONE = torch.empty(0)  # in place of unsharded parameters that do not exist; has no gradient
 needs_grad: Callable[[torch.Tensor | None], bool] = attrgetter("requires_grad")
 
@@ -130,7 +129,7 @@ class Gradients:
 
     def end_backward(self) -> None:
         """The whole backward is over."""
-        self._wait = not self.were_taken and any(map(_is_there, map(grad_of, self.unsharded)))
+        self._wait = not self.were_taken and any(map(is_there, map(grad_of, self.unsharded)))
         if self._wait:
             for param, unsharded in zip(self._params, self.unsharded, strict=True):
                 if param.sharded.grad_dtype is None and unsharded.grad is not None:
@@ -143,9 +142,9 @@ class Gradients:
         def hook(unsharded: torch.Tensor) -> None:
             if (gradients := weak_self()) is None:
                 return
-            if gradients._backward is None:
+            if (backward := gradients._backward) is None:
                 gradients._on_unannounced()
-            if gradients._backward in (None, running_backward()):
+            if backward is None or backward == running_backward():
                 gradients._missing.discard(index)
                 # Our hook is not the last only if the model added one since backward began. Then the gradients are
                 # reduced at the end of the unit's backward.
@@ -185,20 +184,20 @@ class Gradients:
             _NONE if param.unsharded is None else param.unsharded for param in self._params
         ]
         grads = list(map(grad_of, forms))
-        if not (fills or (at_end and self.partials) or any(map(_is_there, grads))):
+        has_grad = bytes(map(is_there, grads))
+        if not (fills or (at_end and self.partials) or 1 in has_grad):
             return []
         if not at_end and self._wait and not self.arrived:
             return []
         self._missing = set(self._hooks)
-        for each in forms:
-            each.grad = None
+        list(map(set_grad, forms, repeat(None)))
         if fills:
             fill = hooks.implementation(hooks.gradients, "unused", "set_reduce_scatter_unused_params")
             fill(self._params, grads, settings.reduce_unused)
+            has_grad = bytes(map(is_there, grads))
         partials, has_partial = self.partials, b""
         if settings.requires_all_reduce and partials:
             self.partials, has_partial = {}, bytes(map(partials.__contains__, self._params))
-        has_grad = bytes(map(_is_there, grads))
         plans = self._plans.get((has_grad, has_partial))
         if plans is None:
             plans = self._plan(grads, has_grad, has_partial)

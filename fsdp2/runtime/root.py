@@ -71,7 +71,7 @@ def become_root(root: Unit) -> Step:
         hook(step)
     for unit in units:
         if unit.step is not None:
-            unit.step.memory.free_all()
+            unit.step.finish_reductions()
             if unit is root:
                 step.post_optim_event = unit.step.post_optim_event
         unit.step = step

@@ -10,7 +10,7 @@ use them::
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
 from itertools import accumulate
-from operator import methodcaller
+from operator import is_not, methodcaller
 from typing import Any
 
 import torch
@@ -19,15 +19,18 @@ from fsdp2._torch import (
     DTensorSpec,
     backward_hooks_of,
     foreach_add,
+    grad_of,
     local_tensor,
     make_dtensor,
     plain_dtensor,
+    set_grad,
     set_local_tensor,
 )
 from fsdp2.runtime import hooks
-from fsdp2.runtime.parameter import ManagedParameter, Plan
+from fsdp2.runtime.parameter import ManagedParameter, Plan, sharded_of
 
 Params = Sequence[ManagedParameter]
+is_there: Callable[[object], bool] = partial(is_not, None)
 
 
 class Sink:
@@ -51,6 +54,7 @@ class Sink:
         sizes = [param.geometry.local[0].padded_numel for param in params]
         shapes, strides = zip(*(param.geometry.view for param in params), strict=True)
         self.views = shapes, strides, list(accumulate(sizes[:-1], initial=0))
+        self._sharded = list(map(sharded_of, params))
         self._specs = [param.plan.specs.sharded(dtype) for param, dtype in zip(params, self._dtypes, strict=True)]
         device = params[0].sharded.device
         self._make: Any = plain_dtensor if plan.grad_home == device else partial(distributed, device=device)
@@ -59,6 +63,9 @@ class Sink:
         """Take these gradients, one for each parameter. Returns the parameters whose gradient is complete now."""
         if self._are_mixed:
             grads = map(torch.Tensor.to, grads, self._dtypes)
+        if not any(map(backward_hooks_of, self._sharded)) and not any(map(is_there, map(grad_of, self._sharded))):
+            list(map(set_grad, self._sharded, map(self._make, grads, self._specs)))  # in C: a loop takes twice as long
+            return self.params
         old, new = [], []
         for param, grad, spec in zip(self.params, grads, self._specs, strict=True):
             sharded = param.sharded

@@ -1,7 +1,7 @@
 """`Slot`: one place where a module holds a parameter; `SlotTable`: the slots of a group. Layer: runtime."""
 
 from collections.abc import Callable, Sequence
-from operator import is_not
+from operator import is_not, setitem
 from typing import Any
 from weakref import ref
 
@@ -18,7 +18,7 @@ class Slot:
     def __init__(self, module: nn.Module, name: str):
         self.name = name
         self._module = ref(module)
-        self._direct = type(module).__setattr__ is nn.Module.__setattr__  # an RNN has a second list of its weights
+        self.is_direct = type(module).__setattr__ is nn.Module.__setattr__  # an RNN has a second list of its weights
 
     def get(self) -> torch.Tensor | None:
         """What the module holds now."""
@@ -30,16 +30,10 @@ class Slot:
         module = self._module()
         if module is None:
             return
-        if self._direct:
+        if self.is_direct:
             parameter_slots(module)[self.name] = param
         else:
             setattr(module, self.name, param)
-
-    @property
-    def direct(self) -> dict[str, nn.Parameter | None] | None:
-        """The dict to write to without a call; None if `put` must be used."""
-        module = self._module()
-        return parameter_slots(module) if self._direct and module is not None else None
 
     @property
     def module(self) -> nn.Module | None:
@@ -62,21 +56,20 @@ class SlotTable:
     """The slots of several parameters, written and compared without a call for each. Made while they are sharded."""
 
     def __init__(self, params: Sequence[Any]):
-        self._rows = [(index, slot, slot.direct) for index, param in enumerate(params) for slot in param.slots]
-        alive = [(index, slot.name, module) for index, slot, _ in self._rows if (module := slot.module) is not None]
+        rows = [(index, slot) for index, param in enumerate(params) for slot in param.slots]
+        alive = [(index, slot.name, module) for index, slot in rows if (module := slot.module) is not None]
         self._indices = [index for index, _, _ in alive]
         self._names = [name for _, name, _ in alive]
         self._dicts = [parameter_slots(module) for _, _, module in alive]
+        self._others = [(index, slot) for index, slot in rows if not slot.is_direct]
         self._forms: Sequence[nn.Parameter | None] = [param.at_rest for param in params]
 
     def put(self, forms: Sequence[nn.Parameter | None]) -> None:
         """Make the modules hold these forms of the parameters."""
         self._forms = forms
-        for index, slot, direct in self._rows:
-            form = forms[index]
-            if direct is not None:
-                direct[slot.name] = form
-            elif form is not None:
+        list(map(setitem, self._dicts, self._names, map(forms.__getitem__, self._indices)))
+        for index, slot in self._others:
+            if (form := forms[index]) is not None:
                 slot.put(form)
 
     def replaced(self) -> list[tuple[int, torch.Tensor | None]]:

@@ -74,7 +74,7 @@ class Step:
 
     def __init__(self, units: Sequence[Unit], device: torch.device, is_provisional: bool):
         self.root: ref[Unit] = ref(units[0])
-        self._below = [ref(unit) for unit in units[1:]]
+        self._units = list(map(ref, units))
         self.memory = ReleasedMemory(streams_for(device))
         self.reductions = InFlight()
         self.hooks = Hooks()
@@ -90,7 +90,7 @@ class Step:
     @property
     def units(self) -> list[Unit]:
         """The units that are still alive, root first."""
-        return [unit for weak in (self.root, *self._below) if (unit := weak()) is not None]
+        return list(filter(None, map(ref.__call__, self._units)))
 
     # --- forward -----------------------------------------------------------------------------------------------------
 

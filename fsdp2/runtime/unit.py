@@ -130,8 +130,7 @@ class Unit:
     # --- following the modules ---------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Adopt parameters that were moved, converted or replaced. Raises `OrderError` if some are still on the meta
-        device."""
+        """Adopt parameters that were moved, converted, replaced. Raises `OrderError` if some are on the meta device."""
         on_meta = [param.fqn for group in self.groups for param in group.params if param.held.is_meta]
         if on_meta:
             raise OrderError(
@@ -180,12 +179,13 @@ class Unit:
 
     def reshard_all(self, to_change: bool = True) -> None:
         """Free all unsharded parameters, used or kept, because the sharded ones will be changed. Without `to_change`
-        they will only be read, which may happen on one rank only. So it must not change what the next gather sends:
-        kept frozen parameters stay."""
+        they will only be read, perhaps on one rank, and what is kept of frozen parameters stays."""
         if self.step is not None:
             for group in (*self.groups, *self.borrowed):
                 group.users.clear()
                 group.clear(self.step.memory, to_change)
+            if self.step.is_provisional:  # units that borrow from it have other memory
+                self.step.memory.free_all()
 
     def end_forward(self, output: Any = None) -> None:
         """All its modules have run, or the others will not run any more: the root's forward is over, or a new one

@@ -237,6 +237,21 @@ def test_grad_dtype_that_is_set_while_shards_are_not_looked_at(rank: int, world_
     assert all(param.grad.dtype == torch.float32 for param in params)
 
 
+@on_ranks(2)
+def test_grad_dtype_that_is_set_before_a_load(rank: int, world_size: int) -> None:
+    """Behaviour 36: the load looked at the parameters, and the step after it saw no new dtype."""
+    model = sharded_layers().to(torch.bfloat16)
+    backward_of(model, X.bfloat16())
+    model.zero_grad()
+    for param in model.parameters():
+        param.grad_dtype = torch.float32
+    model.load_state_dict(model.state_dict())
+    model.set_requires_gradient_sync(False)
+    backward_of(model, X.bfloat16())
+    waiting = [param.unsharded.grad for unit in units_below(model) for param in unit.params]
+    assert waiting and all(grad.dtype == torch.float32 for grad in waiting)
+
+
 @on_ranks(4)
 def test_frozen_and_then_other_settings(rank: int, world_size: int) -> None:
     """Between forward and backward, by what the module holds, the rows on the smaller mesh: these were thrown away."""

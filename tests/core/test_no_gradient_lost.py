@@ -272,3 +272,17 @@ def test_a_unit_used_twice_accumulates(rank: int, world_size: int, steps: bool) 
         param.grad = grads[name]
     make(plain.parameters()).step()
     assert_same_values(model, plain)
+
+
+@on_ranks(2)
+def test_a_reduction_in_flight_when_another_unit_becomes_the_root(rank: int, world_size: int) -> None:
+    """A loss on an unsharded weight before the first forward, whose backward was not the last: it was dropped."""
+    model: Any = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    model[0].set_is_last_backward(False)
+    model[0].unshard()
+    model[0].weight.sum().backward()
+    model[0].reshard()
+    model(torch.ones(2, 4))
+    assert torch.equal(model[0].weight.grad.full_tensor(), torch.ones(4, 4))

@@ -120,3 +120,20 @@ def test_the_first_output_lives_until_compute_has_waited(rank: int, world_size: 
         backward_of(model)
     assert seen
     assert not any(seen)
+
+
+@on_ranks(2)
+def test_tied_weights_that_are_unsharded_before_the_first_forward(rank: int, world_size: int) -> None:
+    """One unit's memory listed the weight as released, while the other, which borrows it, computed with it."""
+    with detecting() as detector:
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        model[1].weight = model[0].weight
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        model[0].unshard()
+        model[0].reshard()
+        model[1].unshard()
+        freed = detector.resized.num_freed
+        model(X).sum().backward()
+        assert detector.resized.num_freed > freed

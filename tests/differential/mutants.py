@@ -79,7 +79,7 @@ MISSED_BEFORE = (
         "runtime.gradients",
         (
             (
-                "(at_end and self.partials) or any(map(_is_there, grads))",
+                "(at_end and self.partials) or 1 in has_grad",
                 "(at_end and self.partials) or self.arrived",
             ),
         ),
