@@ -87,7 +87,7 @@ MISSED_BEFORE = (
     Mutant(
         "inner-backwards-reduce",
         "runtime.gradients",
-        (("gradients._backward in (None, running_backward())", "True"),),
+        (("backward is None or backward == running_backward()", "True"),),
     ),
     Mutant(
         "hooks-after-reduction",
