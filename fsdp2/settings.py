@@ -1,4 +1,4 @@
-"""`Settings`: the setters of `FSDPModule`. They change `UnitSettings` and the param groups' channels. Layer: module.
+"""`Settings`: the setters of `FSDPModule`. They change `UnitSettings` and the channels of buckets. Layer: module.
 
 The class precedes the model's own, so it has only documented names: any other could hide a method of the model.
 """

@@ -6,7 +6,7 @@ collectives with operands of the same sizes in the same order. For two ranks, wi
 
     all_gather       rank 0  [a0 |  .]   ->  [a0 | b1]      in place: a rank's own range is filled before the start
                      rank 1  [ . | b1]   ->  [a0 | b1]
-    reduce_scatter   rank 0  [g0 | g1]   ->  [g0 + h0]      sums run in rank order
+    reduce_scatter   rank 0  [g0 | g1]   ->  [g0 + h0]      on gloo in rank order
                      rank 1  [h0 | h1]   ->  [g1 + h1]
 
 A collective is *planned* once, with all that does not change, and started in each step. An all-gather always fills the

@@ -26,8 +26,8 @@ param_sharded: list[Callable[[Any, Any], None]] = []
 unit_made: list[Callable[[Any], None]] = []
 # Called with the units of a module that will be a root, root first: they have names, but changes are not adopted yet.
 units_named: list[Callable[[Sequence[Any]], None]] = []
-# Called when a unit becomes a root, with its `Step`, before its first forward: names are final, parameters are
-# sharded and not on the meta device. Units get the step afterwards: after an error there is no root.
+# Called when a unit becomes a root, with its `Step`, before its first forward: names are final, no parameter is on the
+# meta device. Units get the step afterwards: after an error there is no root.
 root_made: list[Callable[[Any], None]] = []
 # Called before `_apply` of a sharded module, with its arguments. What a hook returns is called afterwards.
 before_apply: list[Callable[[Any, Callable[[Any], Any], bool], Callable[[], None]]] = []

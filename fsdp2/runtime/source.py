@@ -12,7 +12,7 @@ A `Shards` is the memory of the unsharded parameters, and what fills it in each 
 `Replicated`      nothing is sharded: copies
 ================  ==================================================================================================
 
-It is chosen once (`source_of`). Features add kinds of their own, and wrap them (`Around`), by `runtime.hooks`.
+`source_of` chooses at the first unshard, and after a conversion. Features add kinds, and wrap them (`Around`).
 """
 
 from collections.abc import Callable, Sequence
