@@ -1,0 +1,20 @@
+"""examples/rl.py as a user starts it: two ranks train, a process samples with their weights, and the reward grows."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.helpers.examples import run
+
+pytest.importorskip("transformers", minversion="5.0")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(None, marks=pytest.mark.exhaustive)])
+def test_the_reward_grows(ranks: int | None) -> None:
+    job = run("rl.py", "--steps", "20", ranks=ranks)
+    assert job.status == 0, job.errors
+    rewards = {int(step): float(reward) for step, reward in re.findall(r"step +(\d+) +reward (\S+)", job.output)}
+    assert [*rewards] == [1, 10, 20]
+    assert rewards[1] < 0.15 and rewards[20] > 3 * rewards[1]
