@@ -145,14 +145,16 @@ def norm_of(
         task, lists, has_all = _looked_at(like, tensors)
     else:
         task, lists, has_all = known.task, [parts], True
-    powers = [
-        _power([each for each in list_ if each.numel()], norm_type, task.dtype, task.device, foreach) for list_ in lists
-    ]
+    powers = torch.stack([_power(list_, norm_type, task.dtype, task.device, foreach) for list_ in lists])
     for ranks, group in {ranks: group for bucket in task.buckets for ranks, group in bucket.cuts.items()}.items():
         cut = [index for index, bucket in enumerate(task.buckets) if ranks in bucket.cuts]
-        for index, power in zip(cut, _all_reduced([powers[index] for index in cut], norm_type, group), strict=True):
-            powers[index] = power
-    return _root(torch.stack(powers), norm_type).to(task.home), lists[0] if has_all else None
+        if len(cut) == len(powers):
+            powers = _all_reduced(powers, norm_type, group)
+        else:
+            found = _all_reduced(torch.stack([powers[index] for index in cut]), norm_type, group)
+            for index, power in zip(cut, found, strict=True):
+                powers[index] = power
+    return _root(powers, norm_type).to(task.home), lists[0] if has_all else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +251,7 @@ def _power(
 ) -> torch.Tensor:
     """Over all elements: the sum of ``|x| ** norm_type``, the largest, or the smallest ``|x|``."""
     norms: list[torch.Tensor] = []
-    for (_, kind), list_ in by_device_and_dtype(tensors).items():
+    for (_, kind), list_ in by_device_and_dtype(each for each in tensors if each.numel()).items():
         wider = torch.float32 if kind in (torch.bfloat16, torch.float16) else None  # for the precision of the sums
         if foreach:
             each = foreach_norm(list_, norm_type, wider)
@@ -258,24 +260,23 @@ def _power(
         norms.append(torch.stack(each).to(device, dtype))
     if not norms:
         return torch.full((), inf if norm_type == -inf else 0.0, dtype=dtype, device=device)
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(norms) if len(norms) > 1 else norms[0], norm_type)
     return norm if abs(norm_type) == inf else norm.pow(norm_type)
 
 
-def _all_reduced(parts: Sequence[torch.Tensor], norm_type: float, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Each part summed (or the maximum, or the minimum) over `group`, in one all-reduce."""
-    sent = torch.stack(list(parts))
+def _all_reduced(sent: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """Each element summed (or the maximum, or the minimum) over `group`, in one all-reduce."""
     exchange = Exchange("all-reduce of norms", None, group, sent.numel(), sent.nbytes, sent.dtype, sent.device)
     if abs(norm_type) != inf:
         with at_once(exchange):
             dist.all_reduce(sent, group=group)
-        return list(sent)
+        return sent
     # Backends differ in how MAX treats NaN, so NaN is sent as infinity, and flags mark where.
     sign = 1.0 if norm_type == inf else -1.0
     sent = torch.stack([(sign * sent).nan_to_num(nan=inf, posinf=inf, neginf=-inf), sent.isnan().to(sent)])
     with at_once(exchange):
         dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
-    return list(torch.where(sent[1] > 0, torch.nan, sign * sent[0]))
+    return torch.where(sent[1] > 0, torch.nan, sign * sent[0])
 
 
 def _root(powers: torch.Tensor, norm_type: float) -> torch.Tensor:
