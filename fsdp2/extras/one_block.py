@@ -6,13 +6,12 @@ that was replaced or moved is on its own.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 
 import torch
 
 from fsdp2._torch import base_of, local_tensor, set_local_tensor
 from fsdp2.layout import Lane
-from fsdp2.placement.carving import carve, place_of
+from fsdp2.placement.carving import carve, end_to_end, place_of
 from fsdp2.runtime import hooks
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.geometry import is_wrapper
@@ -45,7 +44,7 @@ def lay_together(params: Sequence[ManagedParameter]) -> bool:
     are placed so. Returns whether any moved. Only for shards that nothing but the parameters refers to yet: other
     holders of a local tensor would keep a stale copy."""
     kinds = neighbours([param for param in params if can_carve(param.flat)], lambda param: param.flat.device)
-    moving = [members for members in kinds if not _are_together(members)]
+    moving = [members for members in kinds if end_to_end([param.flat for param in members]) is None]
     with torch.inference_mode(False), torch.no_grad():
         for members in moving:
             for param, piece in zip(members, block_for(members, members[0].flat.device), strict=True):
@@ -78,14 +77,6 @@ def block_for(members: Sequence[ManagedParameter], device: torch.device) -> list
         if can_carve(torch.empty(0, device=device)):
             return carve(zeros(sum(sizes), dtype, device), sizes)
         return [zeros(size, dtype, device) for size in sizes]
-
-
-def _are_together(members: Sequence[ManagedParameter]) -> bool:
-    places = [(place_of(param.flat), param.flat.numel()) for param in members]
-    return all(
-        one is not None and other is not None and one[0] is other[0] and one[1] + numel == other[1]
-        for (one, numel), (other, _) in pairwise(places)
-    )
 
 
 def merged(into: list[torch.Tensor], of: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

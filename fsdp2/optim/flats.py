@@ -9,22 +9,22 @@ Each parameter shows its own state: parts of the flat one, and counters. A step 
 left it, but for values. If not, flats are made again, from what is there.
 """
 
-from collections import defaultdict
+import gc
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 from operator import is_, sub
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import base_of, foreach_copy, grad_of, local_of, local_tensor, make_dtensor, make_spec, spec_of
+from fsdp2._torch import base_of, foreach_copy, grad_of, local_of, make_dtensor, make_spec, spec_of
 from fsdp2.errors import ArgumentError
-from fsdp2.layout import dense_strides
 from fsdp2.optim.loading import own_part
-from fsdp2.placement.carving import carve, place_of
+from fsdp2.placement.carving import carve, end_to_end, from_on, place_of
 
-__all__ = ["Flats", "identical", "joined", "local_grad"]
+__all__ = ["Flats", "Spans", "identical", "joined", "local_grad"]
 
 State = dict[Any, Any]
 
@@ -48,20 +48,8 @@ def local_grad(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return local_of(grad if grad.placements == param.placements else grad.redistribute(placements=param.placements))
 
 
-def _span(whole: torch.Tensor, start: int, nbytes: int) -> torch.Tensor | None:
-    """The elements from an address on, 1-D; None if `whole` does not lie there. (`.data` and `share_memory_` give
-    tensors other memory.)"""
-    if whole.ndim == 1 and whole.nbytes == nbytes and whole.data_ptr() == start:
-        return whole  # as a rule: the gradients of a unit are all of what its reduction wrote
-    storage, itemsize = whole.untyped_storage(), whole.itemsize
-    offset = start - storage.data_ptr()
-    if offset < 0 or offset + nbytes > storage.nbytes():
-        return None
-    return whole.as_strided((nbytes // itemsize,), (1,), offset // itemsize)
-
-
 class Spans:
-    """Tensors of which one can stand for several: for views that lie end to end in what they are views of.
+    """Tensors of which one can stand for several: for dense views that lie end to end in what they are views of.
 
     Args:
         kinds: of each tensor; only those of one kind are joined.
@@ -71,38 +59,34 @@ class Spans:
             depend on addresses, because ranks must add up norms in the same order.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], kinds: Sequence[Hashable] | None = None):
-        first_in: dict[int, int] = {}
+    def __init__(self, tensors: Sequence[torch.Tensor], kinds: Sequence[Hashable] = ()):
+        first_of: dict[Hashable, int] = {}
         keys = []
         for index, tensor in enumerate(tensors):
-            base, start = base_of(tensor), tensor.data_ptr()
-            is_dense = tensor.is_contiguous() or dense_strides(tensor.shape, tensor.stride()) == tensor.stride()
-            is_part = base is not None and base.dtype == tensor.dtype and is_dense and tensor.numel() > 0
-            if base is None or not is_part or _span(base, start, tensor.nbytes) is None:
-                keys.append((index, start, index))
-            else:
-                keys.append((first_in.setdefault(id(base), index), start, index))
+            base = base_of(tensor)
+            is_dense = base is not None and tensor.is_contiguous() and tensor.is_floating_point()
+            joins = is_dense and from_on(tensor, tensor.nbytes) is not None
+            kind = (id(base), kinds[index] if kinds else None) if joins else index
+            keys.append((first_of.setdefault(kind, index), tensor.data_ptr(), index))
         self.runs: list[list[int]] = []
         self._first_of = list(range(len(tensors)))
-        end: Hashable = None
-        for whole, start, index in sorted(keys):
-            kind = None if kinds is None else kinds[index]
-            if (whole, start, kind) != end:
+        end = None
+        for first, start, index in sorted(keys):
+            if (first, start) != end:
                 self.runs.append([])
             self.runs[-1].append(index)
             self._first_of[index] = self.runs[-1][0]
-            end = whole, start + tensors[index].nbytes, kind
+            end = first, start + tensors[index].nbytes
         self._extents = [(run[0], len(run), sum(tensors[index].nbytes for index in run)) for run in self.runs]
         self._offsets = self._offsets_of(tensors)
 
     def over(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """One tensor for each run; None if these do not lie as the first ones did, in what they are views of."""
-        found: list[torch.Tensor] = []
-        for first, length, nbytes in self._extents if self._offsets_of(tensors) == self._offsets else ():
-            one, base = tensors[first], base_of(tensors[first])
-            over = one if length == 1 else None if base is None else _span(base, one.data_ptr(), nbytes)
-            found += [] if over is None else [over]
-        return found if len(found) == len(self.runs) else None
+        if self._offsets_of(tensors) != self._offsets:
+            return None
+        found = [tensors[at] if length == 1 else from_on(tensors[at], nbytes) for at, length, nbytes in self._extents]
+        known = [each for each in found if each is not None]
+        return known if len(known) == len(found) else None
 
     def _offsets_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         addresses = list(map(_address_of, tensors))
@@ -117,82 +101,67 @@ def joined(tensors: Sequence[torch.Tensor]) -> tuple[Spans, list[torch.Tensor]]:
     return spans, found
 
 
-def _over_carved(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A tensor over carved ones, if they lie end to end in this order. It has a dim, which tells it from counters."""
-    if len(tensors) == 1:
-        return tensors[0] if tensors[0].ndim else tensors[0].view(1)
-    place, starts = place_of(tensors[0]), list(map(_address_of, tensors))
-    ends = [start + tensor.nbytes for start, tensor in zip(starts, tensors, strict=True)]
-    return None if place is None or starts[1:] != ends[:-1] else _span(place[0], starts[0], ends[-1] - starts[0])
-
-
 class Flat:
-    """One parameter, or several whose shards lie end to end, with gradients that do too, and states of the same kind.
+    """One parameter, or several whose shards and gradients lie end to end, with states of one form.
 
     Attributes:
         local: the tensor that torch's optimizer sees, on the memory of the shards; and `state`, its state.
-        counters: by key, those of the parameters in one vector. The first one is in `state`.
     """
 
     def __init__(self, params: Sequence[DTensor], states: State):
         self.params = params
-        self.bases = list(map(local_of, params))
-        over = _over_carved(self.bases)
-        assert over is not None
-        self.local = over.detach()
-        self.counters: dict[Any, torch.Tensor] = {}
-        self._shown: State = {}  # what of `state` the states outside show
+        self._bases = list(map(local_of, params))
+        whole = end_to_end(self._bases)
+        assert whole is not None
+        self.local = whole.detach()
+        self.local.grad_dtype = None  # any
         outers = [states[param] for param in params if param in states]
-        self.state = {key: self._joined(key, [outer[key] for outer in outers]) for key in (outers or [{}])[0]}
-        if outers:
-            self.show(states, self.state)
+        self.state = {key: self._value([outer[key] for outer in outers]) for key in (outers or [{}])[0]}
 
-    def _joined(self, key: Any, values: Sequence[Any]) -> Any:
-        """A value for `state`, from those outside."""
-        value: Any = values[0]
-        if isinstance(value, DTensor):
-            locals_ = list(map(local_tensor, values))
-            value = _over_carved(locals_)
-            if value is None:  # they were loaded
-                value = torch.empty_like(self.local, dtype=locals_[0].dtype)
-                foreach_copy(self._parts(value), locals_)
-                return value
-        elif isinstance(value, torch.Tensor) and value.ndim and value.shape == self.params[0].shape:
-            return own_part(value, self.params[0])  # loaded too, from one process
-        elif isinstance(value, torch.Tensor) and len(values) > 1:
-            return value
-        self._shown[key] = value
-        return value
-
-    def show(self, states: State, now: State) -> None:
-        """Let the states outside show this one."""
-        outers = [states.setdefault(param, {}) for param in self.params]
-        for outer in outers:
-            for key in outer.keys() - now.keys():
-                del outer[key]
-        for key, value in list(now.items()):
-            if self._shown.get(key, self) is value:
-                continue
-            shown: Sequence[Any] = [value] * len(outers)
-            if isinstance(value, torch.Tensor) and value.shape == self.local.shape:
-                shown = list(map(_distributed, self._parts(value), self.params))
-            elif isinstance(value, torch.Tensor) and len(outers) > 1:
-                self.counters[key] = value.expand(len(outers)).clone()
-                shown = self.counters[key].unbind()
-                now[key] = shown[0]
-            for outer, each in zip(outers, shown, strict=True):
-                outer[key] = each
-        self._shown = dict(now)
+    def _value(self, values: Sequence[Any]) -> Any:
+        """One value for those of the parameters. Loaded ones do not lie end to end; those of one process are whole."""
+        first, shape = values[0], self.params[0].shape
+        is_whole = isinstance(first, torch.Tensor) and first.ndim > 0 and first.shape == shape
+        if not is_whole and not isinstance(first, DTensor):
+            return first
+        pairs = zip(values, self.params, strict=True)
+        parts = [local_of(value) if isinstance(value, DTensor) else own_part(value, param) for value, param in pairs]
+        whole = end_to_end(parts)
+        if whole is None:
+            whole = torch.empty_like(self.local, dtype=parts[0].dtype)
+            foreach_copy(self._parts(whole), parts)
+        return whole
 
     def _parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's part of a tensor like `local`, with the parameter's shape."""
-        if len(self.bases) == 1:
-            return [whole.view(self.bases[0].shape)]
-        pieces = carve(whole, [base.numel() for base in self.bases])
-        return [piece.as_strided(base.shape, base.stride()) for piece, base in zip(pieces, self.bases, strict=True)]
+        """Each parameter's part of a tensor like `local`."""
+        pieces = carve(whole, [base.numel() for base in self._bases]) if len(self._bases) > 1 else [whole]
+        return [piece.view(base.shape) for piece, base in zip(pieces, self._bases, strict=True)]
+
+    def show(self, state: State, states: State) -> list[torch.Tensor]:
+        """Take the state that a step has left, and let that of each parameter show its part. Returns a vector for each
+        counter, if there are several parameters: each shows an element, and the first one is in `state`."""
+        outers, self.state = [states[param] for param in self.params], state
+        counters = []
+        olds = [dict(outer) for outer in outers]
+        for outer in outers:
+            outer.clear()
+        for key, value in list(state.items()):
+            shown: Sequence[Any] = [value] * len(outers)
+            if isinstance(value, torch.Tensor) and value.shape == self.local.shape:
+                shown = list(map(_distributed, self.params, self._parts(value), [old.get(key) for old in olds]))
+            elif isinstance(value, torch.Tensor) and len(outers) > 1:
+                counters.append(value.expand(len(outers)).clone())
+                shown = counters[-1].unbind()
+                state[key] = shown[0]
+            for outer, each in zip(outers, shown, strict=True):
+                outer[key] = each
+        return counters
 
 
-def _distributed(local: torch.Tensor, param: DTensor) -> DTensor:
+def _distributed(param: DTensor, local: torch.Tensor, old: Any) -> DTensor:
+    """A DTensor like `param` on `local`; `old`, if it is on that memory already."""
+    if isinstance(old, DTensor) and local_of(old).data_ptr() == local.data_ptr():
+        return old
     return make_dtensor(local, make_spec(param.device_mesh, param.placements, param.shape, param.stride(), local.dtype))
 
 
@@ -201,43 +170,43 @@ class Flats:
 
     Args:
         groups: the parameters of each param group.
-        states: the optimizer's state.
+        states: the optimizer's state. Within a step it has those of `flats` too.
         joins: whether a tensor may be over several of them.
 
     Attributes:
-        groups, state: what torch's optimizer sees in a step.
+        groups: what torch's optimizer steps, of each param group.
         flats: the DTensors that have gradients.
-        written: these DTensors, and their local tensors.
     """
 
     def __init__(self, groups: Sequence[Sequence[torch.Tensor]], states: State, joins: bool):
+        self._states = states
         self._held = list(chain.from_iterable(groups))
         self._sizes = list(map(len, groups))
-        group_of = {id(param): index for index, params in enumerate(groups) for param in params}
-        used: Any = [param for param in self._held if isinstance(param, DTensor) and param.grad is not None]
-        self._idle = [param for param in self._held if isinstance(param, DTensor) and param.grad is None]
-        self._params, self._bases = used, list(map(local_of, used))
-        self.written = [*self._params, *self._bases]
-        self._addresses = list(map(_address_of, self._bases))
-        grads = [local_grad(param, param.grad) for param in used]
-        specs = [(spec_of(param.grad), param.placements) for param in used]
-        self._specs = [spec if spec.placements == own else None for spec, own in specs]  # None: redistribute each time
-        kinds: list[Hashable] = [*range(len(used))]
-        for index, param in enumerate(used if joins else ()):
-            kinds[index] = _form(group_of[id(param)], param, grads[index], states.get(param)) or index
+        sharded: Any = [param for param in self._held if isinstance(param, DTensor)]
+        self._idle = [param for param in sharded if param.grad is None]
+        self._params = params = [param for param in sharded if param.grad is not None]
+        bases = list(map(local_of, params))
+        self._addresses = list(map(_address_of, bases))
+        grads = [local_grad(param, param.grad) for param in params]
+        self._written = [*params, *bases]
+        increment_version(self._written)
+        is_placed = all(param.grad.placements == param.placements for param in params)
+        self._specs = [spec_of(param.grad) for param in params] if is_placed else [None]  # nothing has that
+        number = {id(param): index for index, each in enumerate(groups) for param in each}
+        pairs = zip(params, grads, strict=True)
+        kinds = [_kind(number[id(p)], p, grad, states.get(p, {})) if joins else id(p) for p, grad in pairs]
         self._spans = Spans(grads, kinds)
-        self.flats = [Flat([used[index] for index in run], states) for run in self._spans.runs]
-        plain = [param for param in self._held if not isinstance(param, DTensor)]
-        self.groups: list[list[torch.Tensor]] = [[] for _ in groups]
-        for first, seen in [*((flat.params[0], flat.local) for flat in self.flats), *zip(plain, plain, strict=True)]:
-            self.groups[group_of[id(first)]].append(seen)
-        self.state: State = defaultdict(dict, {flat.local: flat.state for flat in self.flats if flat.state})
-        self.state.update((param, states[param]) for param in plain if param in states)
-        self._left: tuple[list[Any], list[Any]] | None = None  # what the last step left outside and inside
+        self.flats = [Flat([params[index] for index in run], states) for run in self._spans.runs]
+        seen = {id(flat.params[0]): flat.local for flat in self.flats}
+        seen.update((id(param), param) for param in self._held if not isinstance(param, DTensor))
+        self.groups = [[seen[id(param)] for param in each if id(param) in seen] for each in groups]
+        self._outside: list[Any] = []  # what the last step left in the optimizer
+        self._inside: list[Any] = [None]  # and in the states of `flats`
         self._outers: list[State] = []
         self._counters: list[torch.Tensor] = []
         self._firsts: list[torch.Tensor] = []  # of each counter that of the first parameter of its flat
-        self._take(grads)
+        is_taken = self._take(grads)
+        assert is_taken
 
     def fits(self, groups: Sequence[Sequence[torch.Tensor]], states: State) -> bool:
         """Take the gradients of another step, if all but values is as the last one left it. Otherwise returns False."""
@@ -246,73 +215,67 @@ class Flats:
             locals_, specs = list(map(local_of, grads)), list(map(spec_of, grads))
         except AttributeError:  # there is none, or one that is no DTensor
             return False
+        is_same = states is self._states and list(map(len, groups)) == self._sizes
+        if not is_same or not identical(self._now_outside(chain.from_iterable(groups), specs), self._outside):
+            return False
+        # As operations on the DTensors do: tells autograd that tensors it may have saved will have changed.
+        increment_version(self._written)
         return (
-            self._left is not None
-            and list(map(len, groups)) == self._sizes
-            and identical(self._outside(chain.from_iterable(groups), specs, states), self._left[0])
-            and list(map(_address_of, self._bases)) == self._addresses
+            list(map(_address_of, map(local_of, self._params))) == self._addresses
             and all(param.grad is None for param in self._idle)
             and (not self._counters or torch.equal(torch.cat(self._counters), torch.cat(self._firsts)))
             and self._take(locals_)
         )
 
-    def leave(self, states: State) -> None:
-        """After a step: show outside what it changed in `state`, and release the gradients. New states are in the order
-        of the parameters. It is the same on all ranks, and code that gathers states depends on it."""
-        for flat in self.flats:
-            flat.local.grad = None
-        if self._left is None or not identical(self._inside(), self._left[1]):
-            inside = {id(param): flat.local for flat in self.flats for param in flat.params}
-            for param in self._held:
-                if inside.get(id(param), param) in self.state:
-                    states.setdefault(param, {})
-            for flat in self.flats:
-                if flat.local in self.state:
-                    flat.show(states, self.state[flat.local])
-            hidden = {flat.local for flat in self.flats}
-            states.update((key, value) for key, value in self.state.items() if key not in hidden)
-            self._outers = [states[param] for param in self._params if param in states]
-            self._counters = [counter for flat in self.flats for counter in flat.counters.values()]
-            self._firsts = [counter[:1].expand(len(counter)) for counter in self._counters]
-            self._left = [*self._outside(self._held, self._specs, states)], self._inside()
-        foreach_copy(self._counters, self._firsts)
-
     def _take(self, grads: Sequence[torch.Tensor]) -> bool:
         found = self._spans.over(grads)
         for flat, grad in zip(self.flats, found or (), strict=found is not None):
-            if grad.dtype != flat.local.dtype:
-                flat.local.grad_dtype = grad.dtype
             flat.local.grad = grad if grad.ndim else grad.view(1)
+            if flat.state:
+                self._states[flat.local] = flat.state
         return found is not None
 
-    def _outside(self, held: Iterable[torch.Tensor], specs: Iterable[Any], states: State) -> Iterable[Any]:
+    def leave(self) -> None:
+        """After a step: show outside what it changed in the states of `flats`, and release the gradients."""
+        states = [self._states.pop(flat.local, {}) for flat in self.flats]
+        for flat in self.flats:
+            flat.local.grad = None
+        if not identical(_values(states), self._inside):
+            changed = [(flat, state) for flat, state in zip(self.flats, states, strict=True) if state]
+            ids = {id(param) for flat, _ in changed for param in flat.params}
+            for param in self._params:  # in an order that is the same on all ranks: code that gathers states needs it
+                if id(param) in ids:
+                    self._states.setdefault(param, {})
+            self._counters = [vector for flat, state in changed for vector in flat.show(state, self._states)]
+            self._outers = [self._states[param] for param in self._params if param in self._states]
+            self._firsts = [counter[:1].expand(len(counter)) for counter in self._counters]
+            self._inside, self._outside = _values(states), list(self._now_outside(self._held, self._specs))
+        foreach_copy(self._counters, self._firsts)
+
+    def _now_outside(self, held: Iterable[torch.Tensor], specs: Iterable[Any]) -> Iterable[Any]:
         """The objects that stay the same while nothing but values changes. (The states of all parameters, because to
         look one up takes longer than to compare it.)"""
-        values = chain.from_iterable(map(dict.values, self._outers))
-        return chain(held, map(local_of, self._params), specs, states.values(), values)
-
-    def _inside(self) -> list[Any]:
-        return [*self.state.values(), *chain.from_iterable(map(dict.values, self.state.values()))]
+        return chain(held, specs, self._states.values(), _values(self._outers))
 
 
-def _form(group: int, param: DTensor, grad: torch.Tensor, state: State | None) -> tuple[Hashable, ...] | None:
-    """Equal for parameters whose gradients lie end to end, if one tensor can stand for them: shards that lie likewise,
-    the same group, and states of the same kinds. None if no other tensor can stand for this one."""
+def _values(states: Sequence[State]) -> list[Any]:
+    """The values in all of them. (No iteration over dicts is as fast.)"""
+    found: list[Any] = gc.get_referents(*states)
+    return found
 
-    def layout(tensor: torch.Tensor) -> Hashable:
-        return tensor.shape, tensor.stride(), tensor.device
 
+def _kind(group: int, param: DTensor, grad: torch.Tensor, state: State) -> Hashable:
+    """Equal for parameters that one tensor can stand for, if their gradients lie end to end: shards that lie likewise,
+    the same group, and states of the same form."""
     local = local_of(param)
     place = place_of(local)
-    if place is None or layout(grad) != layout(local) or grad.is_conj() or grad.is_neg():
-        return None
-    form: list[Hashable] = [group, id(place[0]), place[1] - grad.storage_offset(), state is None]
-    for key, value in (state or {}).items():
-        kind: Hashable = id(value)
-        if isinstance(value, DTensor):
-            if layout(local_tensor(value)) == layout(local) and value.placements == param.placements:
-                kind = value.dtype
-        elif isinstance(value, torch.Tensor) and not value.ndim:
-            kind = value.dtype, value.device, value.item()
-        form.append((key, kind))
+    if place is None or grad.shape != local.shape or not local.is_contiguous():
+        return id(param)
+    form: list[Hashable] = [group, id(place[0]), place[1] - grad.storage_offset()]
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            is_number = not isinstance(value, DTensor) and not value.ndim
+            form += [key, value.dtype, value.item() if is_number else None]
+        else:
+            form += [key, id(value)]
     return tuple(form)

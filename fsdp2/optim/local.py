@@ -37,9 +37,8 @@ def local_optimizer(
     Args:
         kind: Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop or SGD of `torch.optim`.
         params: as for `kind`. Plain parameters are allowed and stepped directly.
-        elementwise: set True for another `kind` that treats each element independently and keeps its per-parameter
-            state in ``self.state[param]``. State of the shape of the local shard becomes a DTensor; other state is
-            unchanged.
+        elementwise: set True for another `kind` that treats each element independently and keeps its state in
+            ``self.state[param]``. What of it has the shape of the local shard becomes a DTensor.
         **options: for `kind`. On CUDA, ``fused=True`` is fastest. If none is given, torch chooses foreach on CUDA for
             plain tensors but not for DTensors.
 
@@ -60,18 +59,13 @@ def local_optimizer(
 
 
 def check_elementwise(call: str, kind: type, elementwise: bool, options: Mapping[str, Any]) -> None:
-    """For `call`, which was asked for an optimizer of this `kind`.
-
-    Raises:
-        ArgumentError: it may not be stepped on local shards.
-    """
+    """Raise if an optimizer of this `kind`, which `call` was asked for, may not be stepped on local shards."""
     if kind not in ELEMENTWISE and not elementwise:
         known = ", ".join(sorted(cls.__name__ for cls in ELEMENTWISE))
         raise ArgumentError(
-            f"{call}: {kind.__module__}.{kind.__qualname__} is not known to treat each element by itself, "
-            f"which stepping on shards needs; known are {known} of torch.optim. If it steps each matrix as a whole, "
-            "use fsdp2.matrix_optimizer; otherwise make it directly, on the DTensors, or pass elementwise=True if you "
-            "are sure."
+            f"{call}: {kind.__module__}.{kind.__qualname__} is not known to treat each element by itself, which "
+            f"{known} of torch.optim do. If it steps whole matrices, use fsdp2.matrix_optimizer; otherwise make it "
+            "directly, on the DTensors, or pass elementwise=True if you are sure."
         )
     if options.get("differentiable"):
         raise ArgumentError(
@@ -83,7 +77,7 @@ class LocalOptimizer(torch.optim.Optimizer):
     """Base class of the optimizers from `local_optimizer`, for `isinstance`.
 
     Attributes:
-        flats: what the last step stepped. Only `step` uses it, and works without.
+        flats: what the last step stepped; None if that is of no use for the next one.
     """
 
     counts_changes = True  # of parameters itself, see `fsdp2.checks.step_hook`
@@ -115,28 +109,23 @@ class LocalOptimizer(torch.optim.Optimizer):
         held = [group["params"] for group in groups]
         if all(param.grad is None for params in held for param in params):
             return loss  # backward may have stepped them (`step_in_backward`)
-        last, self.flats = self.flats, None  # if a gradient is wrong, the others are released
-        fits = last is not None and last.fits(held, states)
-        flats = self.flats = last if last is not None and fits else Flats(held, states, self._joins)
+        flats = self.flats
+        if flats is None or not flats.fits(held, states):
+            flats = self.flats = Flats(held, states, self._joins)
         for group, stepped in zip(groups, flats.groups, strict=True):
             group["params"] = stepped
-        self.__dict__["state"] = flats.state
         try:
             without_hooks(super().step)(self)
         finally:
-            self.__dict__["state"] = states
             for group, params in zip(groups, held, strict=True):
                 group["params"] = params
-            flats.leave(states)
-        # As after operations on the DTensors: tells autograd that tensors it may have saved have changed.
-        torch.autograd.graph.increment_version(flats.written)
+            flats.leave()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the sharded gradients. Warns if others wait to be reduced, which it does not clear."""
         super().zero_grad(set_to_none)
-        params = (param for group in self.param_groups for param in group["params"])
-        check_reduced("zero_grad", params, is_read=False)
+        check_reduced("zero_grad", (p for group in self.param_groups for p in group["params"]), is_read=False)
 
 
 @cache

@@ -44,3 +44,28 @@ def place_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
         return None
     whole, first = found[0], found[1] + int(tensor.storage_offset())
     return (whole, first) if whole.data_ptr() + first * whole.itemsize == tensor.data_ptr() else None
+
+
+def from_on(first: torch.Tensor, nbytes: int) -> torch.Tensor | None:
+    """The memory from where `first` begins on, in what that is a view of or was carved from: 1-D. None if it is not
+    there. (`.data` and `share_memory_` give tensors other memory.)"""
+    whole = base_of(first)
+    if whole is None or whole.nbytes < nbytes:
+        place = place_of(first)
+        whole = None if place is None else place[0]
+    if whole is None or (whole.ndim, whole.dtype) != (1, first.dtype) or not nbytes:
+        return None
+    start, numel = (first.data_ptr() - whole.data_ptr()) // whole.itemsize, nbytes // whole.itemsize
+    if start == 0 and numel == whole.numel():
+        return whole  # as a rule
+    return whole[start : start + numel] if 0 <= start <= whole.numel() - numel else None
+
+
+def end_to_end(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One 1-D tensor on the memory of these, which lie end to end in this order in what they are views of, or were
+    carved from; None if they do not. A single one as it is, but with a dim."""
+    if len(tensors) == 1:
+        return tensors[0] if tensors[0].ndim else tensors[0].view(1)
+    starts = [tensor.data_ptr() for tensor in tensors]
+    ends = [start + tensor.nbytes for start, tensor in zip(starts, tensors, strict=True)]
+    return from_on(tensors[0], ends[-1] - starts[0]) if starts[1:] == ends[:-1] else None

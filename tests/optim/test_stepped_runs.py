@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from fsdp2._torch import local_tensor
-from fsdp2.optim import LocalOptimizer, clip_grad_norm_, local_optimizer
+from fsdp2.optim import LocalOptimizer, clip_grad_norm_, local_optimizer, step_in_backward
 from fsdp2.placement.carving import place_of
 from tests.helpers.optimizers import CASES, NOT_ON_DTENSORS, assert_same
 from tests.helpers.parity_models import Stack, batch, local, shard_blocks
@@ -322,6 +322,18 @@ def test_a_step_changes_versions(rank: int, world_size: int) -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified"):
         loss.backward()
+
+
+@on_ranks(2)
+def test_units_that_backward_steps_stay_as_they_are(rank: int, world_size: int) -> None:
+    """A unit's step does not change what another unit's step compares with: each would begin anew in every step."""
+    model = sharded()
+    stepper = step_in_backward(local_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-2))
+    flats: list[Any] = []
+    for step in range(4):
+        backward(model, step, rank)
+        before, flats = flats, [part.flats for part in stepper._parts.values()]
+    assert len(flats) == 3 and all(one is other for one, other in zip(before, flats, strict=True))
 
 
 class Steps(torch.optim.SGD):

@@ -64,8 +64,3 @@ def test_gradients_that_lie_end_to_end_are_joined(change: str) -> None:
     assert len(found) == CHANGES[change]
     expected = [value for tensor in tensors for value in tensor.flatten().tolist()]
     assert sorted(value for each in found for value in each.flatten().tolist()) == sorted(expected)
-
-
-def test_a_transposed_gradient_is_joined() -> None:
-    one, two = views(torch.arange(10.0), (2, 3), (4,))
-    assert [each.tolist() for each in joined([one.t(), two])[1]] == [[float(value) for value in range(10)]]
