@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from operator import is_
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=64, help="columns of a matrix; a vector has four times as many")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--reverse", action="store_true", help="make the first calls in the other order")
+    parser.add_argument("--assign", action="store_true", help="time the assignment of the gradients, too")
     parser.add_argument("--out", type=Path, help="where to write (default: below results/)")
     return parser.parse_args()
 
@@ -160,6 +162,11 @@ def first_calls(chosen: dict[str, tuple[Callable[[], None], Callable[[], Any]]],
     return seconds
 
 
+def both(before: Callable[[], None], timed: Callable[[], Any]) -> None:
+    before()
+    timed()
+
+
 def baseline_of(name: str) -> str:
     """What a variant is compared with: torch, through DTensors, in the same implementation."""
     kind = name.split()[2:] or ["fused"]
@@ -196,7 +203,7 @@ def main() -> None:
     chosen = variants(options)
     first = first_calls(chosen, options.reverse)
     # The gradients stay from round to round: to assign them takes as long as a third of a clip.
-    steps = {name: timed for name, (_, timed) in chosen.items()}
+    steps = {name: partial(both, *pair) if options.assign else pair[1] for name, pair in chosen.items()}
     timings = common.interleave(steps, options.rounds, options.warmup, options.device)
     if dist.get_rank() == 0:
         size = f"{options.params}x{options.rows}x{options.dim}"
