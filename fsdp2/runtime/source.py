@@ -168,7 +168,7 @@ class Shards(FlatStorage, Source):
         self.gather = None
 
     def release(self, group: Group, memory: ReleasedMemory, stays: Stays) -> None:
-        memory.release(self)
+        memory.release(self, group.channel.fqn)
 
 
 def gather_over(axis: Axis, group: Group) -> Gather:

@@ -53,24 +53,24 @@ class ReleasedMemory:
 
     def __init__(self, streams: Streams):
         self.streams = streams
-        self.released: deque[tuple[FlatStorage, torch.Event | None]] = deque()
+        self.released: deque[tuple[FlatStorage, torch.Event | None, str]] = deque()
 
     def make_room(self, storage: FlatStorage | None, prefetching: bool) -> None:
         """Called on the all-gather stream before `storage` (None: not created yet) is allocated: free released storage
         until at most two units are alive. `storage` itself, if released, is taken back. A unit that unshards for itself
-        keeps one: the unit before it may still compute. A prefetch keeps none: the unit that prefetches computes."""
+        keeps those of one: the unit before it may still compute. A prefetch keeps none: who prefetches computes."""
         for entry in [entry for entry in self.released if entry[0] is storage]:
             self.released.remove(entry)
             self.streams.wait(entry[1])
-        while len(self.released) > (0 if prefetching else 1):
+        while self.released and (prefetching or self.released[0][2] != self.released[-1][2]):
             self._free_oldest()
 
-    def release(self, storage: FlatStorage) -> None:
-        """Take ownership of `storage`. The compute stream's last use of it has been enqueued."""
+    def release(self, storage: FlatStorage, unit: str = "") -> None:
+        """Take ownership of `storage`. The compute stream's last use of it, by this unit, has been enqueued."""
         if self.streams.lazy:
             storage.free()
         else:
-            self.released.append((storage, self.streams.record()))
+            self.released.append((storage, self.streams.record(), unit))
 
     def free_all(self) -> None:
         """Free all released storage, once compute has finished with it."""
@@ -79,7 +79,7 @@ class ReleasedMemory:
                 self._free_oldest()
 
     def _free_oldest(self) -> None:
-        storage, event = self.released.popleft()
+        storage, event, _ = self.released.popleft()
         if event is not None:
             self.streams.wait(event)
         storage.free()

@@ -56,14 +56,18 @@ def test_accelerator_order_is_safe_and_gives_the_same(
 
 
 @on_ranks(2)
-def test_gather_overlaps_the_compute_before_it(rank: int, world_size: int) -> None:
-    """Behaviour 145: when unit i is gathered in forward, its stream has not waited for compute i-1, but for i-2."""
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_gather_overlaps_the_compute_before_it(rank: int, world_size: int, num_groups: int) -> None:
+    """Behaviour 145: when unit i is gathered in forward, its stream has not waited for compute i-1, but for i-2; also
+    if a unit has several groups."""
     seen: list[tuple[int, int]] = []
     with detecting() as detector:
         streams = detector.streams
         model = make_model()
         ends: list[dict[str, int]] = []
         for index, block in enumerate(model):
+            if num_groups == 2:
+                block.register_parameter("scalar", nn.Parameter(torch.ones(())))  # on no mesh
 
             def begin(module: nn.Module, args: object, index: int = index) -> None:
                 # Registered before fully_shard, so it runs after the gather was issued and before the compute.

@@ -119,8 +119,8 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "release: one unit more is kept",
         MEMORY,
-        "len(self.released) > (0 if prefetching else 1)",
-        "len(self.released) > (1 if prefetching else 2)",
+        "while self.released and (prefetching or self.released[0][2] != self.released[-1][2]):",
+        "while len(self.released) > (1 if prefetching else 2):",
         "two units",
     ),
     Mutant(
@@ -276,7 +276,7 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "reshard: memory is freed at once, on the gather stream",
         "runtime.source",
-        "memory.release(self)",
+        "memory.release(self, group.channel.fqn)",
         "with memory.streams.gathering():\n            self.free()",
         "plain",
     ),

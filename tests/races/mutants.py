@@ -101,17 +101,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reshard: memory is freed at once",
         "runtime.source",
-        "memory.release(self)",
+        "memory.release(self, group.channel.fqn)",
         "self.free()",
         "plain",
     ),
-    Mutant("release: no event", MEMORY, "(storage, self.streams.record())", "(storage, None)", "plain"),
+    Mutant("release: no event", MEMORY, "(storage, self.streams.record(), unit)", "(storage, None, unit)", "plain"),
     Mutant(
         "release: the event is on the gather stream",
         MEMORY,
-        "            self.released.append((storage, self.streams.record()))",
+        "            self.released.append((storage, self.streams.record(), unit))",
         "            with self.streams.gathering():\n"
-        "                self.released.append((storage, self.streams.record()))",
+        "                self.released.append((storage, self.streams.record(), unit))",
         "plain",
     ),
     Mutant("release: taken back without a wait", MEMORY, "self.streams.wait(entry[1])", "pass", "again"),
