@@ -203,7 +203,7 @@ class Pass:
         into, of = [], []
         for part in () if leaves else plan.parts[self._route.me]:
             into.append(view_of(flight.own, part.at, self._items[part.number].meta.dtype, part.box.shape))
-            of.append(self._local(part.number, part.piece)[part.box.within(part.own).slices()])
+            of.append(self._local(part.number, part.piece, part.box.within(part.own).slices()))
         foreach_copy(into, of)
         return flight.start()
 

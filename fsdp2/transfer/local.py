@@ -34,18 +34,18 @@ class Local:
         self.device = next((each for each in devices if each.type != "meta"), torch.device("cpu"))
 
     @torch.no_grad()
-    def __call__(self, index: int, number: int) -> torch.Tensor:
-        """Of one piece."""
+    def __call__(self, index: int, number: int, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Of one piece; of this part of it."""
         item = self._items[index]
         piece = item.pieces[number]
         entry = self._entries[piece.key]
-        found = piece.local(entry.local, entry.box)
+        found = piece.local(entry.local, entry.box)[part]
         if self._deltas is not None:
             if self._last[0] != piece.key:
                 self._last = piece.key, self._deltas(piece.key, entry.local.dtype)
             found = found.clone() if self._last[1] else found
             for whole in self._last[1]:
-                found += piece.local(whole[entry.box.slices()].to(found.device), entry.box)
+                found += piece.local(whole[entry.box.slices()], entry.box)[part].to(found.device)
         return found.to(item.meta.dtype) if self._cast else found
 
     def all(self) -> Iterator[torch.Tensor]:

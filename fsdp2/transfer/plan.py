@@ -125,7 +125,7 @@ class Weights:
             yield from import_module("fsdp2.transfer.transformers_names").published(model, entries)
             return
         for entry in entries.values():
-            name = _published(entry.name, names)
+            name = _renamed(entry.name, names)
             if name is not None:
                 yield item_of(Meta(name, entry.local.dtype, entry.tiling.shape), entry.name, entry.tiling)
 
@@ -252,7 +252,7 @@ class Weights:
         local = self._local([self._item(each.name) for each in wanted])
         for each, of, piece, own, box in sent:
             start = box.within(boxes.box_of(each)).start
-            yield Part(each.name, each.consumer, start, local(of, piece)[box.within(own).slices()], of)
+            yield Part(each.name, each.consumer, start, local(of, piece, box.within(own).slices()), of)
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class Weights:
         yield from changes_since(items, local, since, Route(items, local.device, self._rank, self.patience_s))
 
 
-def _published(name: str, names: Names | None) -> str | None:
+def _renamed(name: str, names: Names | None) -> str | None:
     if names is None:
         return name
     if not isinstance(names, Mapping) and not callable(names):

@@ -30,7 +30,7 @@ def engines() -> Any:
 
 def bare(*packages: str) -> None:
     """Packages without what their `__init__` imports, so that single modules of them are found."""
-    for name in packages:
+    for name in (each for each in packages if each not in sys.modules):
         spec = find_spec(name)
         assert spec is not None
         sys.modules[name] = ModuleType(name)
@@ -79,6 +79,24 @@ def test_verl_sends_what_has_changed(rank: int, world_size: int) -> None:
     for name, tensor in plan:
         assert rank or torch.equal(tensor, held[name]), name
     assert rank or changed == {name for name, _ in model.named_parameters()}
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_verl_finds_the_same_places(rank: int, world_size: int) -> None:
+    """Where verl can tell by itself, from the placements of the parameters, it says what the adapter says."""
+    without("ray", "tensordict", "tensordict.tensorclass")
+    bare("verl.workers", "verl.workers.engine")
+    from verl.workers.engine.spec import ShardSpec, derive_dtensor_placement
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    params = dict(model.named_parameters())
+    for name, local, spec in engines().verl_shards(fsdp2.weights(model)):
+        place, contributes, _ = derive_dtensor_placement(ShardSpec.from_param(params[name]))
+        assert (spec.place, spec.contributes) == (place, contributes), name
+        assert torch.equal(local, params[name].to_local().reshape(-1))  # type: ignore[operator]
 
 
 @on_ranks(2, timeout_s=TIMEOUT_S)

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import fsdp2
 from fsdp2 import UnsupportedError, fully_shard
+from fsdp2.transfer import Wanted
 from tests.helpers.ranks import on_ranks
 
 SIZES = {"vocab_size": 32, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -90,6 +91,11 @@ def test_as_merged_in_one_process(rank: int, world_size: int, case: str, wire: t
     for _ in range(2):
         for name, tensor in plan:
             assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+    wanted = Wanted("model.layers.1.mlp.down_proj.weight", 0, (5, 2), (6, 17))
+    for part in plan.send_boxes([wanted]):
+        start = [a + b for a, b in zip(wanted.start, part.start, strict=True)]
+        box = tuple(slice(a, a + n) for a, n in zip(start, part.tensor.shape, strict=True))
+        assert torch.equal(part.tensor, expected[wanted.name][box])
     known = plan.snapshot()
     after = bits(model)
     assert before.keys() == after.keys() and all(torch.equal(each, after[name]) for name, each in before.items())
