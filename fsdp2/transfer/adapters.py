@@ -61,7 +61,7 @@ class Adapters:
                 self._layers.setdefault(weight, []).append((name, layer))
 
     def _replace(self, name: str, module: Any) -> None:
-        """A module that is trained beside its original."""
+        """A module that is trained in place of its original."""
         if "modules_to_save" not in module.adapter_layer_names:
             raise UnsupportedError(f"weights: '{name}' is a {type(module).__name__} of peft, which is not merged here")
         others = {*module.modules_to_save}
