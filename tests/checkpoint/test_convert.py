@@ -36,7 +36,6 @@ from tests.helpers.checkpoint_cases import (
     value_of,
     with_state,
 )
-from tests.helpers.dcp_saves import save_dcp
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.source_tree import ROOT
 
@@ -178,12 +177,6 @@ def test_hugging_face_both_ways(tmp_path: Path) -> None:
         with safetensors.safe_open(tmp_path / "theirs" / file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
             assert_bits(name, opened.get_tensor(name), weights[name])
-
-
-def test_dcp_becomes_ours(tmp_path: Path) -> None:
-    weights = {f"layers.{number}.w": value_of(str(number), (5, 4)) for number in range(5)}
-    save_dcp(tmp_path / "dcp", {"model": weights, "step": 7, "loader": {"at": 3}})
-    assert_loads(convert(tmp_path / "dcp", tmp_path / "ours"), weights)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -165,18 +165,6 @@ def test_a_file_of_another_save(sound: Path, folder: Path, tmp_path: Path) -> No
     assert is_sound(load(folder, strict=False))
 
 
-def test_a_file_of_another_rank(folder: Path) -> None:
-    ours = [path for path in needed(folder) if "rank-00000-of-00002" in path.name]
-    for path in ours:
-        raw = path.read_bytes()
-        shutil.copy(folder / path.name.replace("00000", "00001", 1), path)
-        sign(path)
-        with pytest.raises(CorruptError, match=path.name):
-            load(folder, strict=False)
-        path.write_bytes(raw)
-        sign(path)
-
-
 def test_a_manifest_with_too_few_files(folder: Path) -> None:
     for path in needed(folder):
         if path.name == MANIFEST:
@@ -188,14 +176,6 @@ def test_a_manifest_with_too_few_files(folder: Path) -> None:
         (folder / MANIFEST).write_bytes(manifest)
 
 
-def test_files_that_the_manifest_does_not_list(folder: Path) -> None:
-    """Of a larger world, of a text editor: they are not looked at."""
-    stale = ("model-rank-00005-of-00009.safetensors", "model-rank-00001-of-00009.safetensors", "notes.txt", ".part")
-    for name in stale:
-        (folder / name).write_bytes(b"\xff" * 100)
-    assert is_sound(load(folder, strict=False))
-
-
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
@@ -204,17 +184,6 @@ def test_files_that_the_manifest_does_not_list(folder: Path) -> None:
 
 def state_of(root: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(root.rglob("*"))}
-
-
-def test_an_existing_step(tmp_path: Path) -> None:
-    whole(tmp_path / "run", step=1)
-    before = state_of(tmp_path)
-    with pytest.raises(CheckpointError, match=r"step-00000001.*already.*overwrite=True"):
-        whole(tmp_path / "run", seed=2, step=1)
-    assert state_of(tmp_path) == before
-    whole(tmp_path / "run", seed=2, step=1, overwrite=True)
-    assert is_sound(load(tmp_path / "run" / "step-00000001"), seed=2)
-    assert os.listdir(tmp_path / "run") == ["step-00000001"]
 
 
 @pytest.mark.parametrize("taken", ["a file", "a link to a file", "a folder with files"])

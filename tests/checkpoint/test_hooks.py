@@ -76,14 +76,6 @@ def test_a_pre_hook_that_adds_what_is_missing(rank: int, world_size: int, tmp_pa
     assert torch.equal(other[0].weight.full_tensor(), model[0].weight.full_tensor())
 
 
-@on_ranks(2)
-def test_hooks_of_a_model_that_one_rank_reads(rank: int, world_size: int, tmp_path: Path) -> None:
-    model, other = sharded("post-hook"), sharded("post-hook")
-    checkpoint.save(tmp_path / "a", model=model)
-    checkpoint.load_from_rank(tmp_path / "a", model=other)
-    assert torch.equal(other[0].scale, model[0].weight.full_tensor().sum())
-
-
 class Counting(torch.optim.AdamW):
     """Keeps a counter that only its own state dict has."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ from fsdp2 import checkpoint, fully_shard
 from fsdp2.checkpoint import concatenated, stacked, stored
 from fsdp2.errors import ArgumentError, CheckpointError, MismatchError
 from tests.helpers.checkpoint_cases import BF16, DIM, HIDDEN, LAYOUTS, Block, assert_bits, random_bits, spoil
-from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.parity_models import shard_like
 from tests.helpers.ranks import on_ranks, run_on_ranks
-from tests.helpers.resident import extra_memory, reads_proc
 
 MIB = 1 << 20
 SHAPES = {
@@ -307,33 +304,6 @@ def test_only_what_is_needed_is_read(rank: int, world_size: int, tmp_path: Path)
         checkpoint.load_from_rank(plain, model=replicas, sources=sources)
     assert sum(counts) <= (2 * own + 10_000 if rank == 0 else 0)
     assert torch.equal(replicas["weight"], values[1100:2100])
-
-
-def load_large(rank: int, folder: str, load: Any) -> tuple[int, bool]:
-    """How much memory it took, and whether the values are right."""
-    small = {"a": torch.zeros(7, 5)}  # modules are imported, connections made
-    load(folder, model=small, sources={"a": stored("large").narrow(0, 0, 7).narrow(1, 0, 5)}, strict=False)
-    with torch.device("meta"):
-        net = nn.Sequential(*(nn.Linear(4 << 10, 6 << 10, bias=False) for _ in range(2)))
-    fully_shard(net)
-    sources = {"0.weight": stored("large"), "1.weight": stored("turned").T}
-    used = extra_memory(partial(load, folder, model=net, sources=sources))
-    return used, net[1].weight.to_local()[5, 6].item() == 6 * 100 + rank * 3072 + 5
-
-
-@pytest.mark.exhaustive
-@reads_proc
-@pytest.mark.parametrize("load", [checkpoint.load, checkpoint.load_from_rank])
-def test_memory(load: Any, tmp_path: Path) -> None:
-    """Of a model of 192 MiB in two tensors each of two ranks holds its half, four buffers of 4 MiB, and with
-    `load_from_rank` two messages: nobody has a whole tensor (96 MiB)."""
-    turned = (100 * torch.arange(4 << 10).float()[:, None]) + torch.arange(6 << 10).float()
-    save_file({"large": torch.zeros(6 << 10, 4 << 10), "turned": turned}, tmp_path / "model.safetensors")
-    for outcome in run_cases([Case(load_large, 2, (str(tmp_path), load))])[0]:
-        assert outcome.ok, outcome
-        used, right = outcome.value
-        assert 91 < used / MIB < 96 + (24 if load is checkpoint.load else 40)
-        assert right
 
 
 # --- one rank reads: errors -------------------------------------------------------------------------------------------

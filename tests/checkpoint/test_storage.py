@@ -17,7 +17,7 @@ import pytest
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.checkpoint.storage.remote import RemoteStorage
-from fsdp2.errors import CheckpointError, CorruptError, UnsupportedError
+from fsdp2.errors import CheckpointError, CorruptError
 
 pytest.importorskip("fsspec")
 
@@ -94,18 +94,6 @@ def test_what_others_write_is_seen_at_once(place: Place, look: str) -> None:
     other.join()
     after = {"names": ["w", "x"], "sizes": {"w": 1, "x": 1}, "kind": "file"}
     assert before != seen() == after[look]
-
-
-def test_small_files_are_replaced(place: Place) -> None:
-    storage, root = place
-    storage.make_folder(root)
-    path = storage.join(root, "x")
-    storage.write_all(path, b"first, and long")
-    storage.write_all(path, b"second")
-    if isinstance(storage, RemoteStorage):
-        with pytest.raises(FileExistsError):
-            storage.write_all(path, b"third", new=True)
-    assert (get(storage, path), storage.names(root)) == (b"second", ["x"])
 
 
 def test_an_abandoned_file(place: Place, tmp_path: Path) -> None:
@@ -202,25 +190,3 @@ def test_age(place: Place, tmp_path: Path) -> None:
         for path in (*tmp_path.rglob("*"), tmp_path):
             os.utime(path, (0, time.time() - 7200))
         assert 7100 < storage.age(storage.join(root, "a/x")) < 7300
-
-
-def test_what_only_a_local_file_system_can_do(place: Place) -> None:
-    storage, root = place
-    old, new = storage.join(root, "old"), storage.join(root, "new")
-    storage.make_folder(old)
-    put(storage, storage.join(old, "x"), b"1")
-    if storage.renames:
-        storage.rename_folder(old, new)
-        assert storage.names(root) == ["new"]
-        storage.make_folder(old)
-        with pytest.raises(OSError, match="not empty"):
-            storage.rename_folder(old, new)
-        first, second = (storage.write_file(storage.join(old, "y"), 4, True) for _ in range(2))
-        second.write(2, [memoryview(b"cd")])
-        second.finish()
-        first.write(0, [memoryview(b"ab")])
-        first.finish()
-        assert get(storage, storage.join(old, "y")) == b"abcd"
-    else:
-        with pytest.raises(UnsupportedError, match="old: folders cannot be renamed"):
-            storage.rename_folder(old, new)
