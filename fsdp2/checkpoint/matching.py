@@ -278,11 +278,10 @@ class Matching:
         except MismatchError as error:
             problem = str(error)
         else:
-            casts = "F4" not in (info.dtype, dtype)  # torch does not convert these
             if info.shape != shape:
                 problem = f"stored with shape {list(info.shape)}, here {list(shape)}"
-            elif info.dtype != dtype and not (self.cast and casts):
-                problem = f"stored as {info.dtype}, here {dtype}{' (cast=True converts)' if casts else ''}"
+            elif info.dtype != dtype and not self.cast:
+                problem = f"stored as {info.dtype}, here {dtype} (cast=True converts)"
             elif not expanded:
                 return True
         self.mismatches.append(f"{section} '{entry.name}': {problem}")

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 import fsdp2
 from fsdp2 import checkpoint
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.storage.base import storage_of
-from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError, UnsupportedError
+from fsdp2.errors import CheckpointError, CorruptError, MismatchError, UnsupportedError
 from tests.helpers.ranks import on_ranks
 
 STATE = {"0.weight": torch.arange(35.0).view(7, 5), "0.bias": torch.ones(7), "1.weight": torch.full((3, 7), 2.0)}
@@ -106,27 +106,6 @@ def test_damaged_index(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CorruptError, match=message):
         check(tmp_path)
-
-
-def test_mx_weights(tmp_path: Path) -> None:
-    """4-bit weights and their scales of 8 bits. safetensors counts single numbers, torch pairs of them."""
-    raw = torch.arange(32, dtype=torch.uint8)
-    state = {"w": raw.view(torch.float4_e2m1fn_x2).view(4, 8), "scale": raw.clone().view(torch.float8_e8m0fnu)}
-    save_file({**state, "b": torch.ones(3)}, tmp_path / "model.safetensors")
-    model = {**{name: torch.zeros_like(value) for name, value in state.items()}, "b": torch.zeros(3)}
-    checkpoint.load(tmp_path, model=model)
-    checkpoint.save(tmp_path / "own", model=model)
-    checkpoint.convert(tmp_path / "own", tmp_path / "again")
-    found = load_file(tmp_path / "again" / "model.safetensors")
-    for name, value in state.items():
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
-        assert torch.equal(found[name].reshape(-1).view(torch.uint8), raw)
-    shapes = {one.name: (one.dtype, one.shape) for one in checkpoint.describe(tmp_path / "again").tensors}
-    assert shapes == {"w": ("F4", (4, 8)), "scale": ("F8_E8M0", (32,)), "b": ("F32", (3,))}
-    with pytest.raises(MismatchError, match=r"model 'w': stored as F4, here F32$"):
-        checkpoint.load(tmp_path, model={**model, "w": torch.zeros(4, 8)}, cast=True)
-    with pytest.raises(ArgumentError, match="'w': safetensors has no 0-dim tensors of 4-bit floats"):
-        checkpoint.save(tmp_path / "scalar", model={"w": state["w"][0, 0]})
 
 
 def test_a_dtype_that_torch_does_not_have(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ import torch
 
 __all__ = ["DTYPES", "ITEMSIZES", "name_of"]
 
-# All that safetensors 0.8 and torch both have: safetensors has no complex128, and torch no floats of 6 bits.
+# What safetensors 0.8 and torch both have: safetensors has no complex128, and torch no floats of 6 bits. Of floats of 4
+# bits safetensors counts single numbers, and torch pairs.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -14,7 +15,6 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
-    "F4": torch.float4_e2m1fn_x2,  # two numbers in each element
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,

@@ -69,7 +69,7 @@ def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: M
         metadata: strings by name.
 
     Raises:
-        ArgumentError: a tensor has the name that is reserved for the metadata, or is F4 without a dim.
+        ArgumentError: a tensor has the name that is reserved for the metadata.
     """
     content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -77,10 +77,6 @@ def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: M
         if name == "__metadata__":
             raise ArgumentError("a tensor is called '__metadata__', a name that safetensors reserves")
         begin, end = end, end + prod(shape) * ITEMSIZES[dtype]
-        if dtype == "F4":  # safetensors counts its numbers, of which an element of torch holds two
-            if not shape:
-                raise ArgumentError(f"'{name}': safetensors has no 0-dim tensors of 4-bit floats; give it a dim")
-            shape = (*shape[:-1], 2 * shape[-1])
         content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     length = -(-(8 + len(text)) // PAGE) * PAGE - 8
@@ -111,11 +107,9 @@ def parse_header(text: bytes, file: str, size: int) -> Header:
             problem = "overlaps the one before" if first < end else "leaves a hole after the one before"
             raise CorruptError(f"{file}: '{name}' at bytes {first}..{last} of the data {problem}, which ends at {end}")
         end = last
-        if dtype not in ITEMSIZES or (dtype == "F4" and (not shape or shape[-1] % 2)):
+        if dtype not in ITEMSIZES:
             unread[name] = f"{dtype[:40]} {_short(list(shape))}, which torch cannot hold"
             continue
-        if dtype == "F4":
-            shape = (*shape[:-1], shape[-1] // 2)
         if last - first != prod(shape) * ITEMSIZES[dtype]:
             raise CorruptError(
                 f"{file}: '{name}' has {last - first} bytes, but {dtype} {list(shape)} needs another size"
