@@ -91,8 +91,8 @@ def open_huggingface(storage: Storage, path: str) -> Catalog:
         for name, stored in header.tensors.items():
             if listed is None or listed.get(name) == file:
                 box = whole(stored.shape)
-                piece = StoredPiece(place, stored.offset, box, box, stored.dtype)
-                catalog.add("model", name, StoredTensorInfo(stored.dtype, stored.shape), piece)
+                catalog.tensors["model"][name] = StoredTensorInfo(stored.dtype, stored.shape)
+                catalog.places[name] = StoredPiece(place, stored.offset, box, box, stored.dtype)
             elif name not in listed:
                 left_out[name] = f"in {file}, and not in the index"
     return catalog

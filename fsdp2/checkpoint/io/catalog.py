@@ -46,7 +46,7 @@ class Catalog:
         tensors: section ("model", "optimizer") -> name -> dtype and shape.
         aliases: section -> another name of a tensor -> the name that is in `tensors`.
         left_out: section ("" for none) -> what the folder has there, and this library cannot read -> why.
-        table: section -> name -> pieces, for formats in which they are all known from the start.
+        places: name -> where a tensor of the model is, for formats of whole tensors.
         values: section -> values other than tensors, from each kind of rank (see `optimizer.py`, `model.py`).
         extra: the extra state, see `manifest.py`; other formats have none.
     """
@@ -58,7 +58,7 @@ class Catalog:
     tensors: dict[str, dict[str, StoredTensorInfo]] = field(default_factory=dict)
     aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
-    table: dict[str, dict[str, list[StoredPiece]]] = field(default_factory=dict)
+    places: dict[str, StoredPiece] = field(default_factory=dict)
     values: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     extra: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     world: int = 0
@@ -72,7 +72,7 @@ class Catalog:
     @property
     def files(self) -> Iterable[str]:
         """The paths of the files that show whether two folders hold the same."""
-        return {piece.path for tensors in self.table.values() for pieces in tensors.values() for piece in pieces}
+        return {piece.path for piece in self.places.values()}
 
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
         """The pieces that meet a part of a tensor. Opens only files that contain such pieces.
@@ -80,7 +80,7 @@ class Catalog:
         Raises:
             CorruptError: a file is damaged, or does not match the description of the folder.
         """
-        return [piece for piece in self.table[section][name] if piece.box.intersect(wanted) is not None]
+        return [self.places[name]]
 
     def extra_piece(self, file: str, name: str) -> StoredPiece:
         """A tensor of the extra state."""
@@ -110,11 +110,6 @@ class Catalog:
             for piece in self.covering(part.section, part.name, part.box)
         ]
         read_all(self.opened, requests, verify, num_threads)
-
-    def add(self, section: str, name: str, info: StoredTensorInfo, piece: StoredPiece) -> None:
-        """Add a tensor of one piece to the table."""
-        self.tensors.setdefault(section, {})[name] = info
-        self.table.setdefault(section, {})[name] = [piece]
 
     def left_out_texts(self) -> dict[str, str]:
         """All that is left out, as texts for people ("model 'w'") -> why."""
