@@ -22,7 +22,7 @@ from fsdp2.checkpoint.io import workers
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.ranks import agreement
 from fsdp2.checkpoint.run import committing
-from fsdp2.errors import CheckpointError
+from fsdp2.errors import ArgumentError, CheckpointError
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.ranks import on_ranks
 
@@ -103,6 +103,21 @@ def test_a_rank_that_fails_before_the_others_meet_it(rank: int, world_size: int,
             checkpoint.save(tmp_path / "latest", model=state, extra={"bad": object()}, overwrite=True, timeout_s=100)
     assert time.monotonic() - begun < 50
     assert not failure(tmp_path / "latest", state, timeout_s=20)
+
+
+@on_ranks(2)
+def test_errors_of_ranks_that_have_met_are_their_own(
+    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has failed when rank 0 goes on from the meeting. Rank 0 still says what is wrong with its own values."""
+    state = sharded(world_size, 100.0)
+    if rank == 0:
+        assert "have not" in failure(tmp_path / "latest", state, timeout_s=0.5)
+        forget = agreement.Agreement.forget
+        monkeypatch.setattr(agreement.Agreement, "forget", lambda *args: (time.sleep(1), forget(*args)))
+    dist.barrier()
+    with pytest.raises(ArgumentError, match=f"'bad {rank}'"):
+        checkpoint.save(tmp_path / "latest", model=state, extra={f"bad {rank}": object()}, timeout_s=20)
 
 
 def with_groups_made_again(rank: int, root: str, port: str) -> list[float]:

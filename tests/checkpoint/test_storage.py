@@ -96,6 +96,33 @@ def test_what_others_write_is_seen_at_once(place: Place, look: str) -> None:
     assert before != seen() == after[look]
 
 
+def test_small_files_are_whole_at_any_time(place: Place) -> None:
+    """Somebody looks while a manifest is written, or the process dies there."""
+    storage, root = place
+    storage.make_folder(root)
+    path = storage.join(root, "x")
+    contents = [bytes([letter]) * 100_000 for letter in b"ab"]
+    storage.write_all(path, contents[0])
+    seen: list[bytes | Exception] = []
+    stop = threading.Event()
+
+    def look() -> None:
+        while len(seen) < 2 or not stop.is_set():
+            try:
+                seen.append(get(storage, path))
+            except Exception as error:
+                seen.append(error)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    for turn in range(30):
+        storage.write_all(path, contents[turn % 2])
+    stop.set()
+    looker.join()
+    wrong = [len(content) if isinstance(content, bytes) else content for content in seen if content not in contents]
+    assert wrong == []
+
+
 def test_an_abandoned_file(place: Place, tmp_path: Path) -> None:
     """Closing it must not make an object of what was written by then."""
     storage, root = place
