@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from fsdp2._torch import make_parameter, real_tensors
+from fsdp2._torch import make_parameter, real_tensors, version
 from fsdp2._torch.extras import new_group_of
 from fsdp2.api import Draft
-from fsdp2.errors import ArgumentError, UnsupportedError
+from fsdp2.errors import ArgumentError, OrderError, UnsupportedError
 from fsdp2.mesh import MeshRoles
 from fsdp2.runtime import hooks
 from fsdp2.runtime.bucket import Bucket, Phase
@@ -46,7 +46,7 @@ class SmallerShards(Around):
         self._copies: list[torch.Tensor] = []
 
     def start(self, group: Bucket) -> Callable[[], None]:
-        if group.phase is not Phase.PART:  # also after a gather that failed
+        if group.phase is not Phase.PART or not self._copies:  # also after a gather that failed
             return self.inner.start(group)
         if self._gather is None:
             self._gather = gather_over(self._roles.shard, group)
@@ -58,6 +58,7 @@ class SmallerShards(Around):
         return [param.resharded for param in group.params]
 
     def drop_part(self, group: Bucket) -> None:
+        """Raises `OrderError` if the copies were changed, which the modules held."""
         self.arrived(group)
         self.inner.drop_part(group)
 
@@ -66,8 +67,15 @@ class SmallerShards(Around):
         if self._copies:
             self._copies = []
             group.gradients.follow([param.resharded for param in group.params])
+            changed = [param.fqn for param in group.params if _is_changed(param)]
             for param in group.params:
                 param.resharded = None
+            if changed:
+                raise OrderError(
+                    f"'{changed[0]}' was changed between forward and backward, resharded to a smaller mesh: "
+                    "no shard has the change. Change parameters between backward and the next forward, or after "
+                    "reshard() of the module that holds it."
+                )
 
     def forget(self, memory: ReleasedMemory) -> None:
         self._copies = []
@@ -76,6 +84,11 @@ class SmallerShards(Around):
     def forget_plans(self) -> None:
         self._gather = None
         self.inner.forget_plans()
+
+
+def _is_changed(param: ManagedParameter) -> bool:
+    form = param.resharded
+    return form is not None and form is not param.sharded and version(form) > 0
 
 
 def _copied(param: ManagedParameter, roles: MeshRoles) -> torch.Tensor:

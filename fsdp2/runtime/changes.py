@@ -78,9 +78,8 @@ class Seen:
         fqn = next((param.fqn for param, new, before in pairs if new != before), None)
         if fqn is not None and not self.is_converted():
             warn(
-                f"'{fqn}': its .data was assigned, which does not change the values of a DTensor. Copy instead: "
-                "param.data.copy_(value), with a DTensor of the same placements; or change whole tensors within "
-                "fsdp2.full_params(model).",
+                f"'{fqn}': its .data was assigned, which does not change the values of a DTensor. In torch.no_grad() "
+                "call param.copy_(value), with a DTensor of the same placements; or use fsdp2.full_params(model).",
                 stacklevel=2,
             )
 

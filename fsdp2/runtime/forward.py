@@ -70,7 +70,7 @@ def pre_forward(module: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args,
             if (unit.forward_prefetch or step.hooks.unit_started) and not is_recomputation and unit.in_order:
                 for hook in step.hooks.unit_started:
                     hook(unit)
-                for other in alive(unit.forward_prefetch):
+                for other in alive(unit.forward_prefetch) if running_backward() < 0 else ():
                     with profiler_range("FSDP::forward_prefetch for", other.fqn):
                         other.unshard(prefetching=True)
         policy = unit.policy

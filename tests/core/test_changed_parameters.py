@@ -253,6 +253,21 @@ def test_grad_dtype_that_is_set_before_a_load(rank: int, world_size: int) -> Non
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("then", ["backward", "state_dict"])
+def test_a_change_on_the_smaller_mesh(rank: int, world_size: int, then: str) -> None:
+    """Between forward and backward the modules hold copies of some rows. A change of these was lost silently."""
+    model = fully_shard(nn.Linear(8, 8), reshard_after_forward=2)
+    output = model(X)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    with pytest.raises(OrderError, match="'weight' was changed between forward and backward"):
+        output.sum().backward() if then == "backward" else model.state_dict()
+    model.reset_iter_state()
+    backward_of(model, X)
+    assert model.weight.grad is not None
+
+
+@on_ranks(4)
 def test_frozen_and_then_other_settings(rank: int, world_size: int) -> None:
     """Between forward and backward, by what the module holds, the rows on the smaller mesh: these were thrown away."""
     model = fully_shard(nn.Linear(8, 8), reshard_after_forward=2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import events, fully_shard
@@ -185,3 +186,29 @@ def test_list_of_modules_lost_its_prefetch(rank: int, world_size: int) -> None:
         order[2:]
         == ["unshard 1, 2", "unshard 0", "post_backward 1, 2", "post_backward 0", "post_backward "][: len(order) - 2]
     )
+
+
+@on_ranks(2)
+def test_forward_prefetch_is_not_for_recomputation(rank: int, world_size: int) -> None:
+    """Under reentrant checkpoints each recomputed layer gathered the next one again, until all were in memory."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=True)
+            return x
+
+    model: Any = Checkpointed()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for layer, following in zip(model.layers, model.layers[1:], strict=False):
+        layer.set_modules_to_forward_prefetch([following])
+    loss = model(torch.ones(2, 8, requires_grad=True)).sum()
+    with events.record() as log:
+        loss.backward()
+    assert [event.unit for event in log if event.kind == "unshard"] == [f"layers.{i}" for i in (3, 2, 1, 0)]
