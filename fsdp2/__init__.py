@@ -53,6 +53,7 @@ from fsdp2.extras.optional import OptionalPolicy
 from fsdp2.extras.shared_reductions import share_comm_ctx
 from fsdp2.extras.spmd import DataParallelMeshDims
 from fsdp2.extras.tiles import tile
+from fsdp2.extras.unequal import join
 from fsdp2.extras.weight_sets import WeightSets, weight_sets
 from fsdp2.extras.zero import ZeroPolicy
 from fsdp2.init import allocation as _allocation  # noqa: F401  # memory for units on the meta device
@@ -130,6 +131,7 @@ __all__ = [
     "full_params",
     "fully_shard",
     "get_total_norm",
+    "join",
     "local_optimizer",
     "matrix_optimizer",
     "offload_activations",

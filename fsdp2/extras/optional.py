@@ -111,6 +111,9 @@ class _Decision:
         """Decide for a forward of the root with these inputs. Raises `ArgumentError` if `runs_if` returns no bool."""
         if self.policy.runs_if is None:
             return
+        if not args and not kwargs:  # this rank serves others (`join`)
+            self.runs_here = False
+            return
         answer = self.policy.runs_if(*args, **kwargs)
         if not isinstance(answer, bool):
             raise ArgumentError(

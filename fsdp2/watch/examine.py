@@ -166,7 +166,10 @@ def _first_difference(name: str, pasts: Mapping[int, Past]) -> str:
                 by_entry.setdefault(entry, []).append(rank)
         if len(by_entry) > 1:
             lines = [f"ranks did different things in group '{name}' ({_rank(*_ranks_of(pasts))}), at entry {place}:"]
-            return "\n".join(lines + [f"  {_rank(*ranks)}: {entry}" for entry, ranks in by_entry.items()])
+            lines += [f"  {_rank(*ranks)}: {entry}" for entry, ranks in by_entry.items()]
+            if any(entry.operation == "optimizer step" for entry in by_entry):
+                lines.append("  For ranks with different numbers of microbatches there is fsdp2.join.")
+            return "\n".join(lines)
     return ""
 
 

@@ -98,6 +98,11 @@ def test_the_first_difference_is_named() -> None:
     ]
 
 
+def test_other_numbers_of_microbatches_are_told_of_join() -> None:
+    finding = found(answer(0, A, STEP, wait="all-gather"), answer(1, A, A, wait="all-gather"))
+    assert finding.text.splitlines()[-1] == "  For ranks with different numbers of microbatches there is fsdp2.join."
+
+
 def test_differences_are_found_where_trails_overlap() -> None:
     """What one rank no longer keeps is not compared."""
     assert found(answer(0, A, B, C), answer(1, C, first=2)).kind == "fine"

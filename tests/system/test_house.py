@@ -67,6 +67,7 @@ LAYERS: list[tuple[str, ...]] = [
         "extras.joint_step",
         "extras.optional",
         "extras.tiles",
+        "extras.unequal",
         "extras.weight_sets",
     ),
     ("extras.copying", "extras.custom_comm", "extras.levels", "extras.pipelining", "extras.prediction"),
