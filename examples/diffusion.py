@@ -117,7 +117,7 @@ def main() -> None:
     average = get_ema_multi_avg_fn(0.98)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
-    both, done = {"model": model, "ema": ema}, 0
+    both, done = nn.ModuleDict({"model": model, "ema": ema}), 0
     newest = checkpoint.latest(run.out) if run.resume else None
     if newest is not None:  # written by any number of ranks
         done = checkpoint.load(newest, model=both, optimizer=optimizer).step
