@@ -75,7 +75,7 @@ MORE: tuple[Mutant, ...] = (
         "        if self._packed is not None:\n            storage.alloc()\n"
         "            copy_lists(self._unpack_to, self._unpack_from)\n"
         "        if collective is not None:\n            collective.wait(started)\n"
-        "        if self._packed is not None:\n",
+        "        if False:\n",
         "plain",
     ),
     Mutant(

@@ -280,7 +280,9 @@ INNER = ZeroPolicy(3, shard_size=2, shard_replicas=True)
 ON_FOUR = {
     "replicas": Feature(replicas=2),
     "replicas, mixed precision": Feature(mixed(), replicas=2),
-    "replicas, reduced in 16 bits": Feature({"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)}, replicas=2),
+    "replicas, reduced in 16 bits": Feature(
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)}, prepare=collects_twice, replicas=2
+    ),
     "replicas, accumulation": Feature(replicas=2, backwards=3, all_reduces_each=False),
     "replicas, frozen weights in host memory": Feature({"zero": FROZEN_ON_HOST}, change=freezes_weights, replicas=2),
     "replicas, layers in tiles": Feature(change=tiles_layers, replicas=2, depth=1),
