@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from fsdp2._torch import local_of, outside_transforms, profiler_is_on, version
 from fsdp2.errors import OrderError
@@ -265,11 +266,10 @@ class Bucket:
         return is_changed
 
     def _drop_unsharded(self) -> None:
-        """The next unshard creates the unsharded parameters again. A gradient of those that a graph still holds would
-        be lost, or enter the next step."""
+        """The next unshard makes others. A gradient of those that a graph holds would be lost, or enter the next step."""
         for param in self.params:
             if param.unsharded is not None and param.unsharded.requires_grad:
-                param.unsharded.register_post_accumulate_grad_hook(partial(_refuse_gradient, param.fqn))
+                get_gradient_edge(param.unsharded).node.register_prehook(partial(_refuse_gradient, param.fqn))
         self.source = Unchosen()
         self.conversions += 1
         self.changes.forget_use()
@@ -286,7 +286,7 @@ class Bucket:
         self.source.forget_plans()
 
 
-def _refuse_gradient(fqn: str, _param: torch.Tensor) -> None:
+def _refuse_gradient(fqn: str, *_: object) -> None:
     raise OrderError(
         f"'{fqn}' was converted between forward and backward, so a gradient came for a parameter that is gone. "
         "Run the backward before to(dtype), or the forward again after it."

@@ -97,8 +97,7 @@ class Gradients:
         self.sync_trainable()
 
     def follow(self, forms: Sequence[nn.Parameter | None]) -> None:
-        """If the user froze or unfroze one of `forms`, which the modules have held instead of the sharded parameters,
-        do the same to the sharded one."""
+        """If the user froze or unfroze one of `forms`, which modules have held, do the same to the sharded one."""
         if self.trainable:
             for param, form, before in zip(self._params, forms, self.trainable, strict=True):
                 if form is not None and form.requires_grad != before:

@@ -229,8 +229,10 @@ class ManagedParameter:
         self.unsharded.__dict__.update(self.kind[1])
         _managed[self.unsharded] = ref(self)
         self.follow_grad_dtype()
-        if before is not None and before.grad is not None:  # converted while its gradient waits to be reduced
-            self.unsharded.grad = before.grad.to(data.device, self.reduce_dtype)
+        if before is not None:  # converted
+            move_hooks(before, self.unsharded)
+            if before.grad is not None:  # waits to be reduced
+                self.unsharded.grad = before.grad.to(data.device, self.reduce_dtype)
         return self.unsharded
 
     def follow_grad_dtype(self) -> None:

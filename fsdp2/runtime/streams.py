@@ -17,8 +17,7 @@ SIMULATED: list["Streams"] = []  # the last of these is used, whatever the devic
 
 
 class Streams:
-    """CPU stand-in: no streams, no events, communication is waited for as late as possible. Nothing here is a Python
-    call.
+    """CPU stand-in without streams and events: waits for communication as late as possible. Nothing is a Python call.
 
     Attributes:
         gathering, reducing, all_reducing: run a block on the stream of these collectives.
