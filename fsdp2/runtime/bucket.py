@@ -266,7 +266,7 @@ class Bucket:
         return is_changed
 
     def _drop_unsharded(self) -> None:
-        """The next unshard makes others. A gradient of those that a graph holds would be lost, or enter the next step."""
+        """The next unshard makes others: a gradient of these that a graph holds would be lost or too late."""
         for param in self.params:
             if param.unsharded is not None and param.unsharded.requires_grad:
                 get_gradient_edge(param.unsharded).node.register_prehook(partial(_refuse_gradient, param.fqn))
