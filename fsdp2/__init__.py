@@ -42,6 +42,7 @@ from fsdp2.extras import pipelining as _pipelining  # noqa: F401
 from fsdp2.extras import prediction as _prediction  # noqa: F401
 from fsdp2.extras import smaller as _smaller  # noqa: F401
 from fsdp2.extras.activations import ActivationOffload, offload_activations
+from fsdp2.extras.balance import balance
 from fsdp2.extras.custom_comm import AllGather, ReduceScatter
 from fsdp2.extras.finalization import GradientReductionHandle
 from fsdp2.extras.forward_methods import register_fsdp_forward_method
@@ -123,6 +124,7 @@ __all__ = [
     "agree_on_step",
     "asleep",
     "auto_shard",
+    "balance",
     "by_class",
     "by_predicate",
     "by_size",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-__all__ = ["MACHINES", "Machine", "nbytes_of", "seconds_of"]
+__all__ = ["MACHINES", "Machine", "count_flops", "nbytes_of", "seconds_of"]
 
 GB, GIB = 10**9, 2**30
 
@@ -133,14 +133,15 @@ def seconds_of(
     if function.__name__.startswith(_TOUCHES_NOTHING):
         return 0.0
     seconds = nbytes_of(tensors) / machine.memory_bandwidth
-    flops = _flops_of(function, args, kwargs, result)
+    flops = count_flops(function, args, kwargs, result)
     if flops:
         dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
         seconds = max(seconds, flops / machine.flops_of(dtype))
     return seconds
 
 
-def _flops_of(function: Any, args: Sequence[Any], kwargs: Any, result: Any) -> float:
+def count_flops(function: Any, args: Sequence[Any], kwargs: Any, result: Any) -> float:
+    """Floating-point operations of one call; 0 if no formula is known."""
     packet = getattr(function, "overloadpacket", None)
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=result))

@@ -19,8 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import events
-from fsdp2._torch import parameter_slots
-from fsdp2._torch.plan import FAKE_ERRORS, FakeTensorMode, MemoryMode, buffer_slots
+from fsdp2._torch.plan import FAKE_ERRORS, FakeTensorMode, MemoryMode
 from fsdp2._torch.shared import group_named
 from fsdp2.comm.flat import NcclComm
 from fsdp2.comm.gloo import GlooComm
@@ -35,6 +34,7 @@ from fsdp2.parallel import ParallelConfig, build_meshes, parallelize
 from fsdp2.parallel.blocks import units_of
 from fsdp2.plan.absent import absent_ranks
 from fsdp2.plan.clock import Clock
+from fsdp2.plan.fake import build_on_meta, make_fake
 from fsdp2.plan.machine import Machine, nbytes_of, seconds_of
 from fsdp2.plan.memory import Kind, Memory
 from fsdp2.plan.prediction import Plan, name_of
@@ -86,7 +86,7 @@ def predict(
     if getattr(options.get("offload_policy"), "folders", ()):
         raise UnsupportedError("plan: plans no files; plan with tier='cpu', and take the state off host memory")
     comm = NcclComm() if machine.is_accelerator else GlooComm()
-    model = _build(workload)
+    model = build_on_meta(workload.build)
     with events.record() as log, warnings.catch_warnings():
         # Neighbours are looked for by their addresses; those of fake tensors are 0, so there are none.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -209,7 +209,7 @@ def _rehearse(
     model: nn.Module, workload: Workload, config: ParallelConfig, observer: Observer, options: dict[str, Any]
 ) -> Plan:
     """Two steps, of which the second counts; see `predict`."""
-    _make_fake(model)
+    make_fake(model)
     num_params = sum(param.numel() for param in model.parameters())
     _apply(model, config, **options)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -274,37 +274,3 @@ def _apply(model: nn.Module, config: ParallelConfig, activation_budget: int | No
         blocks = [model.get_submodule(unit.fqn) for unit in chosen[:-1]]
         inside = {module for block in blocks for module in block.modules() if module is not block}
         offload_activations([block for block in blocks if block not in inside], budget=activation_budget)
-
-
-def _build(workload: Workload) -> nn.Module:
-    """The model, on the meta device unless its builder insists on another."""
-    try:
-        with torch.device("meta"):
-            model = workload.build()
-    except NotImplementedError as error:
-        raise UnsupportedError(
-            f"plan: the model is built on the meta device, where one step of its builder is impossible: {error}. Leave "
-            "out .to(device) and whatever reads values"
-        ) from error
-    return model
-
-
-def _make_fake(model: nn.Module) -> None:
-    """Replace the tensors of a model (on the meta device, or real) by fake ones of the CPU."""
-    made: dict[torch.Tensor, torch.Tensor] = {}
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor not in made:
-            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, tensor.requires_grad)
-                new.__dict__.update(tensor.__dict__)
-            made[tensor] = new
-        return made[tensor]
-
-    for module in model.modules():
-        slots: tuple[dict[str, Any], ...] = (parameter_slots(module), buffer_slots(module), module.__dict__)
-        for each in slots:
-            for name, value in each.items():
-                if isinstance(value, torch.Tensor):
-                    each[name] = fake(value)

@@ -62,6 +62,7 @@ LAYERS: list[tuple[str, ...]] = [
     (
         "extras.activations",
         "extras.all_reduce_hook",
+        "extras.balance",
         "extras.comm_memory",
         "extras.full_params",
         "extras.joint_step",
