@@ -2,7 +2,7 @@
 
 Each rank sends every other rank its range, and receives theirs in place. In a reduce-scatter it receives the others'
 data for its range, and sums in rank order. gloo's own collectives stage their data, and take up to twice as long:
-docs/decisions/gloo.md. A message's tag says of which unit and operation it is: ranks that run units in a different
+docs/decisions.md. A message's tag says of which unit and operation it is: ranks that run units in a different
 order never take each other's weights, but wait for messages that do not come, which the watchdog reports.
 """
 
@@ -144,7 +144,7 @@ class AllReduced:
 class GlooComm(Comm):
     """Point-to-point on gloo. CPU tensors only."""
 
-    direct_min_bytes = 512 * 1024  # below, a separate message costs more than the copies: docs/decisions/gloo.md
+    direct_min_bytes = 512 * 1024  # below, a separate message costs more than the copies: docs/decisions.md
     direct_allows_uneven = True
 
     def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:

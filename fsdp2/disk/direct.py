@@ -78,7 +78,7 @@ def _buffer() -> memoryview:
 
 def _new_buffer() -> memoryview:
     """Memory for one piece, in one large page where the system has them: with small ones the disk was a third as
-    fast (docs/decisions/checkpoint_speed.md). It is unmapped when it is unreferenced."""
+    fast (docs/decisions.md). It is unmapped when it is unreferenced."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, 2 * PIECE, flags=private)  # large pages are as large as a piece, and begin at multiples
     with suppress(OSError):
