@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["extra_memory", "reads_proc"]
+__all__ = ["address_space", "extra_memory", "reads_proc"]
 
 reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -33,6 +33,11 @@ def extra_memory(action: Callable[[], Any]) -> int:
     before = _status_bytes("VmRSS")
     action()
     return _status_bytes("VmHWM") - before
+
+
+def address_space() -> int:
+    """What RLIMIT_AS limits, of this process."""
+    return _status_bytes("VmSize")
 
 
 def _status_bytes(name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from types import FrameType
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 import fsdp2
 from fsdp2 import events, fully_shard
 from tests.helpers.mortal_ranks import Case, run_cases
-from tests.helpers.resident import extra_memory, reads_proc
+from tests.helpers.resident import address_space, extra_memory, reads_proc
 from tests.helpers.threads import fake_world
 
 MIB = 1 << 20
@@ -36,6 +37,10 @@ def publish(rank: int, lookahead: int, bucket: int, to: Any) -> None:
     largest = 4 * 4 * MIB
     limit = (lookahead + 1) * bucket + largest + 4 * MIB
     assert found <= limit, f"{found / MIB:.1f} MiB, at most {limit / MIB:.1f} expected"
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (address_space() + limit + 4 * MIB, before[1]))
+    run()  # all of it would be "can't allocate memory"
+    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @reads_proc
