@@ -6,6 +6,7 @@
 # make test-device    sharded training on a lagging accelerator; needs a C++ compiler (compiles it, once)
 # make mutants  random faults in files of the library, and which of them the tests given find
 # make test-clients   torchtitan, Accelerate, transformers, trl, Lightning, ... on fsdp2 (makes .venv-clients)
+# make test-engines   vLLM on the CPU, with weights that fsdp2 publishes (makes .venv-engines, 3 GB)
 #
 # Each makes .venv first, once, from any Python >= 3.11 with pip and venv. Another interpreter: make PYTHON=python3.12 ...
 # A run's own options: make train NPROC=4 ARGS="--steps 50"; make test ARGS="tests/pure/test_layout.py -x"
@@ -20,6 +21,7 @@ VENV      := .venv
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CLIENTS   := .venv-clients
+ENGINES   := .venv-engines
 
 # A module's tests stay together, as they share what they have started; the modules are taken in alphabetical order.
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -30,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start many processes. Each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-device test-clients mutants lint bench docs fuzz fuzz-runtime wheel clean
+.PHONY: train test test-all test-device test-clients test-engines mutants lint bench docs fuzz fuzz-runtime wheel clean
 
 train: $(INSTALLED)
 	$(BIN)/python examples/launch.py --standalone --nproc_per_node=$(NPROC) examples/train_lm.py $(ARGS)
@@ -81,6 +83,18 @@ $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 	    --target $(CLIENTS)/torchao-for-torchtune torchao==0.15.0
 	@touch $@
 
+# vLLM does not need torch's packages for images and sound, whose builds may be for another torch.
+test-engines: $(ENGINES)/.installed
+	$(ENGINES)/bin/python -m pytest tests/engines $(ARGS)
+
+$(ENGINES)/.installed: pyproject.toml tests/engines/requirements.txt
+	@$(PYTHON) -m venv $(ENGINES)
+	@echo "Installing into $(ENGINES), once; this takes some minutes."
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/engines/requirements.txt
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
@@ -99,6 +113,6 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info runs
+	rm -rf $(VENV) $(CLIENTS) $(ENGINES) build dist *.egg-info runs
 	rm -rf .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
