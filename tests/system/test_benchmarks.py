@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -214,17 +213,6 @@ def test_results_do_not_count_as_changes_of_the_tree(tmp_path: Path) -> None:
     assert _commit(tmp_path) == head
     source.write_text("2\n")
     assert _commit(tmp_path) == f"{head}+"
-
-
-def test_the_table_of_commits_is_that_of_the_results() -> None:
-    """Whoever reads a figure can see how old it is."""
-    found: dict[str, set[str]] = {}
-    for path in sorted((ROOT / "benchmarks").glob("*/results/*.json")):
-        for commit in set(re.findall(r'"commit": "(\w+\+?)"', path.read_text())):
-            found.setdefault(commit, set()).add(f"{path.parts[-3]}/{path.stem}")
-    text = (ROOT / "benchmarks/README.md").read_text()
-    rows = re.findall(r"^\| `(\w+\+?)` \|[^|]*\| (.*) \|$", text, re.M)
-    assert {commit: set(re.findall(r"`([\w./-]+)`", names)) for commit, names in rows} == found
 
 
 @pytest.mark.exhaustive
