@@ -1,1 +1,1 @@
-"""The tests of fsdp2. docs/testing.md lists the folders; `helpers/ranks.py` runs a test on several processes."""
+"""The tests of fsdp2. tests/README.md lists the folders; `helpers/ranks.py` runs a test on several processes."""

@@ -1,4 +1,4 @@
-"""Where the sum of gradients is divided: pure arithmetic (docs/behaviour.md, 124-131). Layer: comm.
+"""Where the sum of gradients is divided: pure arithmetic (tests/behaviour.md, 124-131). Layer: comm.
 
 fp32 and bf16 sums are averaged by each collective in turn where the backend can, unless the user forces sums or gives a
 factor (of the shard axis' size only the reduce-scatter averages); what is left is divided at the end. fp16 overflows at

@@ -17,7 +17,7 @@ _separate = WeakKeyDictionary()
 
 
 def separate_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of `group`'s ranks and backends, for reduce-scatters beside all-gathers (docs/behaviour.md, 140).
+    """Another group of `group`'s ranks and backends, for reduce-scatters beside all-gathers (tests/behaviour.md, 140).
 
     On NCCL a group is one communicator, which runs one collective at a time on any stream; two groups can run two. The
     first call for these ranks and backends creates the group, for which every rank of `group` must call it, in the same

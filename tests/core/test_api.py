@@ -1,5 +1,5 @@
 """The public surface: names, the class swap, policies, and which setters are recursive
-(docs/behaviour.md, section A)."""
+(tests/behaviour.md, section A)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users may change in the communication (docs/behaviour.md, section P): collectives of their own, the all-reduce
+"""What users may change in the communication (tests/behaviour.md, section P): collectives of their own, the all-reduce
 hook, buffers, process groups, shared streams. How much is communicated by default: `test_comm_counts.py`.
 
 `FSDP_API=torch` runs this file on torch's own FSDP2, which shows that what is expected here is what users know.

@@ -1,4 +1,4 @@
-"""What `fully_shard` refuses, and what it says (docs/behaviour.md, section X; texts are ours and pinned here)."""
+"""What `fully_shard` refuses, and what it says (tests/behaviour.md, section X; texts are ours and pinned here)."""
 
 from __future__ import annotations
 

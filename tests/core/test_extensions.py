@@ -1,4 +1,4 @@
-"""All-gather extensions: tensors that say themselves what is gathered and what becomes of it (docs/behaviour.md,
+"""All-gather extensions: tensors that say themselves what is gathered and what becomes of it (tests/behaviour.md,
 section R).
 
 `FSDP_API=torch` runs this file on torch's own FSDP2, which shows that what is expected here is what users know.

@@ -1,6 +1,6 @@
-"""What torch 2.15 added: manual finalisation and kept storage (docs/behaviour.md, section Z), a dtype for
+"""What torch 2.15 added: manual finalisation and kept storage (tests/behaviour.md, section Z), a dtype for
 each parameter (Behaviour 122, 123), and what `test_accumulation.py` leaves of Behaviour 101-103. torch 2.13 has none of
-it: this stands on docs/behaviour.md alone.
+it: this stands on tests/behaviour.md alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Methods beside `forward` as entry points (docs/behaviour.md, section V)."""
+"""Methods beside `forward` as entry points (tests/behaviour.md, section V)."""
 
 from __future__ import annotations
 

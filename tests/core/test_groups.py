@@ -1,4 +1,4 @@
-"""Units of several modules: they gather and reduce together, whichever of them run (docs/behaviour.md, section J)."""
+"""Units of several modules: they gather and reduce together, whichever of them run (tests/behaviour.md, section J)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ignored parameters, and hooks on sharded ones (docs/behaviour.md, section K)."""
+"""Ignored parameters, and hooks on sharded ones (tests/behaviour.md, section K)."""
 
 from __future__ import annotations
 

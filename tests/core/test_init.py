@@ -1,4 +1,4 @@
-"""What a `fully_shard` call takes under management, and what it leaves alone (docs/behaviour.md, section B)."""
+"""What a `fully_shard` call takes under management, and what it leaves alone (tests/behaviour.md, section B)."""
 
 from __future__ import annotations
 

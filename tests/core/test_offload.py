@@ -1,4 +1,4 @@
-"""CPU offload: sharded parameters, gradients and optimizer state in host memory (docs/behaviour.md, section S).
+"""CPU offload: sharded parameters, gradients and optimizer state in host memory (tests/behaviour.md, section S).
 
 With a CPU mesh nothing moves, but all rules hold. `FSDP_API=torch` runs this file on torch's own FSDP2, which shows
 that what is expected here is what users know.

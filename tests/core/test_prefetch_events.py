@@ -1,4 +1,4 @@
-"""Explicit prefetch: which units are gathered ahead of use, in which order (docs/behaviour.md, section G)."""
+"""Explicit prefetch: which units are gathered ahead of use, in which order (tests/behaviour.md, section G)."""
 
 from __future__ import annotations
 

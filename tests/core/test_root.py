@@ -1,4 +1,4 @@
-"""Which unit is the root, when that is decided, and what it decides (docs/behaviour.md, section E)."""
+"""Which unit is the root, when that is decided, and what it decides (tests/behaviour.md, section E)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The order of unshard, reshard and reduction over a forward and a backward, as logs to read (docs/behaviour.md,
+"""The order of unshard, reshard and reduction over a forward and a backward, as logs to read (tests/behaviour.md,
 section F).
 
 Each log lists what really happened on every rank, one event a line; "(root)" is the root unit. `Layers` multiplies by
 a parameter of the root first, so every layer's input needs a gradient, unless `root_weight=False`.
-Explicit prefetch (docs/behaviour.md, section G) is in `test_prefetch_events.py`.
+Explicit prefetch (tests/behaviour.md, section G) is in `test_prefetch_events.py`.
 """
 
 from __future__ import annotations

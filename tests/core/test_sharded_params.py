@@ -1,5 +1,5 @@
 """The forms of a parameter: DTensor on this rank's rows, plain tensor, and their gradients
-(docs/behaviour.md, section C)."""
+(tests/behaviour.md, section C)."""
 
 from __future__ import annotations
 

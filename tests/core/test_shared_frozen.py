@@ -1,4 +1,4 @@
-"""Shared, frozen and unused parameters (docs/behaviour.md, section K)."""
+"""Shared, frozen and unused parameters (tests/behaviour.md, section K)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`reshard_after_forward` in all values, and unsharding by hand (docs/behaviour.md, sections H and I)."""
+"""`reshard_after_forward` in all values, and unsharding by hand (tests/behaviour.md, sections H and I)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from tests.device.ranks import SEEDS, on_device_ranks
 from tests.device.scenarios import SCENARIOS, SCENARIOS_ON_FOUR
 from tests.device.training import FEATURES, ON_FOUR, check
 
-FEW = range(SEEDS // 2)  # a missing wait shows in every fifth seed or more often: docs/testing.md
+FEW = range(SEEDS // 2)  # a missing wait shows in every fifth seed or more often
 
 
 @on_device_ranks(2)

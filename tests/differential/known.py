@@ -1,4 +1,4 @@
-"""The differences from torch's FSDP2 that are known and wanted, each with its reason. docs/design.md shows this table.
+"""The differences from torch's FSDP2 that are known and wanted, each with its reason.
 
 What is not in it is a bug, here or in torch.
 """
@@ -23,7 +23,6 @@ __all__ = [
     "is_evaluation",
     "made_by",
     "runs_twice",
-    "table",
 ]
 
 
@@ -445,9 +444,3 @@ KNOWN = (
         "the gradient that waits",
     ),
 )
-
-
-def table() -> str:
-    """The differences as docs/design.md shows them."""
-    rows = [f"| {known.name} | {known.torch} | {known.fsdp2} |" for known in KNOWN]
-    return "\n".join(["| | torch 2.13 | here |", "|---|---|---|", *rows])

@@ -2,8 +2,7 @@
 
     python -m tests.differential.mutants            # all of them, or those that are named
 
-The kept program `missed/NAME.json` must differ with the fault, and be the same without it. docs/testing.md has the
-table.
+The kept program `missed/NAME.json` must differ with the fault, and be the same without it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Building on the meta device, moving, converting and replacing parameters (docs/behaviour.md, section D)."""
+"""Building on the meta device, moving, converting and replacing parameters (tests/behaviour.md, section D)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Waits, records and keep-alives of the library, to be taken out one at a time.
 
-`python -m tests.races` does that, and shows what the race detector says of each. docs/testing.md has the outcome.
+`python -m tests.races` does that, and shows what the race detector says of each.
 """
 
 from __future__ import annotations

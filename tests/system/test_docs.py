@@ -33,12 +33,12 @@ from tests.helpers.source_tree import ROOT
 
 LINKED = [
     *sorted(ROOT.glob("*.md")),
-    *(path for folder in ("docs", "examples", "benchmarks", "fsdp2") for path in sorted((ROOT / folder).rglob("*.md"))),
+    *sorted(md for top in ("docs", "examples", "benchmarks", "fsdp2", "tests") for md in (ROOT / top).rglob("*.md")),
 ]
 TIMEOUT_S = 150
 
 CITATION = re.compile(r"Behaviour (\d+(?:-\d+)?(?:,\s+\d+(?:-\d+)?)*)")
-# Items of docs/behaviour.md that no test shows: why.
+# Items of tests/behaviour.md that no test shows: why.
 NOT_SHOWN = {
     147: "the page promises nothing: capture in a CUDA graph needs a GPU, on which nobody has tried it",
     166: "about what fsdp2 does not read; the error for its plain parameters is item 165",
@@ -244,14 +244,14 @@ def test_links_resolve(path: Path) -> None:
 
 
 def cited(text: str) -> set[int]:
-    """The items of docs/behaviour.md that `text` cites: `Behaviour 47-49, 51`."""
+    """The items of tests/behaviour.md that `text` cites: `Behaviour 47-49, 51`."""
     ranges = [re.findall(r"(\d+)(?:-(\d+))?", citation) for citation in CITATION.findall(text)]
     return {item for each in ranges for first, last in each for item in range(int(first), int(last or first) + 1)}
 
 
 def test_every_item_of_the_behaviour_is_shown_by_a_test() -> None:
     """By a test's own docstring; that of a module claims a whole topic. And no test cites what is not on the page."""
-    page = (ROOT / "docs/behaviour.md").read_text(encoding="utf-8")
+    page = (ROOT / "tests/behaviour.md").read_text(encoding="utf-8")
     items = [int(item) for item in re.findall(r"^\*\*(\d+)\.\*\* ", page, re.MULTILINE)]
     assert items == sorted(set(items)), "an item stands twice, or not in order"
     unknown, shown = {}, set()
@@ -261,7 +261,7 @@ def test_every_item_of_the_behaviour_is_shown_by_a_test() -> None:
             unknown[name_of(path)] = sorted(more)
         for docstring in re.findall(r'^    """(Behaviour .*?)(?:"""|: )', text, re.MULTILINE | re.DOTALL):
             shown |= cited(docstring)
-    assert not unknown, "cited in tests, but not in docs/behaviour.md"
+    assert not unknown, "cited in tests, but not in tests/behaviour.md"
     assert sorted(set(items) - shown) == sorted(NOT_SHOWN), (
         "cite an item where it is shown, or say in NOT_SHOWN why not"
     )
