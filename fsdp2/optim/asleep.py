@@ -7,6 +7,12 @@ device. Layer: optim.
     asleep    the same tensors, on (page-locked) host memory or mapped files; nothing of the model is on the device
 
 Parameters, gradients and the optimizer stay the same objects; a DTensor gets another local tensor.
+
+`wake(overlap=True)` copies beside the next forward::
+
+    current stream    | allocate | gather of unit 0, compute ... | gather of unit 1, compute ...        | step
+    copies                       | unit 0 | unit 1 | ... | optimizer state |
+                                          ^ the gather waits for this unit's copy; the step for all of the state's
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch import backward_is_running, local_tensor, set_local_tensor, spec_of
 from fsdp2.disk import mapped
@@ -28,10 +35,12 @@ from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.geometry import is_wrapper
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.state import Stage
+from fsdp2.runtime.streams import Streams, streams_for
 from fsdp2.runtime.unit import Unit
 
 KINDS = ("weights", "gradients", "optimizer", "buffers")
-_sleeping: "WeakKeyDictionary[nn.Module, list[Callable[[], None]]]" = WeakKeyDictionary()  # what brings each back
+_Back = Callable[[bool], None]  # brings something back; whether beside the next forward
+_sleeping: "WeakKeyDictionary[nn.Module, list[_Back]]" = WeakKeyDictionary()
 
 
 @contextmanager
@@ -76,7 +85,11 @@ def sleep(
     units = units_below(model)
     _check(model, units)
     place = partial(_in_files, folder) if folder is not None else _in_host_memory
-    back: list[Callable[[], None]] = []
+    back: list[_Back] = []
+    streams = streams_for(units[0].device)
+    with streams.copying():
+        last = streams.record()
+    streams.wait(last)  # of a wake that was not followed by a step
     for unit in units:
         unit.reshard_all()
         for group in unit.groups:
@@ -84,7 +97,7 @@ def sleep(
                 back.append(_put_shards(group, place))
             if "gradients" not in keep:
                 grads = [param.sharded.grad for param in group.params if param.sharded.grad is not None]
-                back += [_put_tensor(grad, place) for grad in grads]
+                back += [partial(_at_once, _put_tensor(grad, place)) for grad in grads]
         if unit.step is not None:
             unit.step.memory.free_all()
     if "optimizer" not in keep:
@@ -93,17 +106,22 @@ def sleep(
                 optimizer.flats = None  # they lie on the memory that the state leaves
             back += [_put_state(state, place) for state in optimizer.state.values()]
             refuse = optimizer.register_step_pre_hook(_refuse_step)
-            back.append(refuse.remove)
+            back.append(partial(_wake_optimizer, optimizer, refuse, units[0].device))
     if "buffers" not in keep:
         managed = {id(param.sharded) for unit in units for param in unit.params}
         own = [each for each in (*model.buffers(), *model.parameters()) if id(each) not in managed]
-        back += [_put_tensor(each, place) for each in own]
+        back += [partial(_at_once, _put_tensor(each, place)) for each in own]
     _sleeping[model] = back
 
 
-def wake(model: nn.Module) -> None:
-    """Move back what `sleep` has moved. No communication. The host does not wait for the copies: they are issued on the
-    current stream, and what is issued next there finds the values.
+def wake(model: nn.Module, *, overlap: bool = False) -> None:
+    """Move back what `sleep` has moved. No communication. The host does not wait for the copies.
+
+    Args:
+        overlap: copy weights and optimizer state on a stream of their own, while the next forward runs: a unit's gather
+            waits for its weights, and the optimizer's step for its state. What else reads weights or state itself, as
+            ``param.full_tensor()`` does, must come after that forward, or that step. Without, copies are issued on the
+            current stream, and what is issued next there finds the values.
 
     Raises:
         OrderError: the model does not sleep.
@@ -111,7 +129,7 @@ def wake(model: nn.Module) -> None:
     if model not in _sleeping:
         raise OrderError("wake: this model does not sleep; call fsdp2.sleep(model) first")
     for each in _sleeping.pop(model):
-        each()
+        each(overlap)
 
 
 def _check(model: nn.Module, units: Sequence[Unit]) -> None:
@@ -149,9 +167,10 @@ def _in_files(folder: str, tensor: torch.Tensor) -> torch.Tensor | None:
 _Place = Callable[[torch.Tensor], torch.Tensor | None]
 
 
-def _put_shards(group: Bucket, place: _Place) -> Callable[[], None]:
+def _put_shards(group: Bucket, place: _Place) -> _Back:
     """Let the shards of a group sleep."""
     moved: list[tuple[Any, torch.Tensor]] = []
+    group.settle()
     with torch.inference_mode(False), torch.no_grad():
         for param in group.params:
             if (
@@ -163,30 +182,67 @@ def _put_shards(group: Bucket, place: _Place) -> Callable[[], None]:
             new = place(param.flat)
             if new is not None:
                 moved.append((param, new.copy_(param.flat)))
-        _give(group, moved)
+        _give(moved)
+    _follow(group)
     refuse = partial(_refuse_gather, group)
     group.changing.append(refuse)
     return partial(_wake_shards, group, moved, refuse)
 
 
-def _give(group: Bucket, moved: Sequence[tuple[Any, torch.Tensor]]) -> None:
-    """Let the parameters have these flat tensors, and nothing those before."""
+def _give(moved: Sequence[tuple[Any, torch.Tensor]]) -> None:
+    """Let the parameters have these flat tensors."""
     for param, flat in moved:
         param.flat = flat
         set_local_tensor(param.sharded, param.geometry.local_view(flat), param.plan.specs.sharded(flat.dtype))
+
+
+def _follow(group: Bucket) -> None:
+    """Let the group hold nothing of those before."""
     group.refresh()
     group.channel_changed()
 
 
-def _wake_shards(group: Bucket, moved: Sequence[tuple[Any, torch.Tensor]], refuse: Any) -> None:
+def _wake_shards(group: Bucket, moved: Sequence[tuple[Any, torch.Tensor]], refuse: Any, overlap: bool) -> None:
     group.changing.remove(refuse)
+    streams = streams_for(group.roles.device)
     with torch.inference_mode(False), torch.no_grad():
-        back = []
-        for param, host_flat in moved:
-            flat = torch.empty_like(host_flat, device=group.roles.device)
-            back.append((param, flat.copy_(host_flat, non_blocking=host_flat.is_pinned())))
-        _give(group, back)
-    group.lay_together()
+        _give([(param, torch.empty_like(flat, device=group.roles.device)) for param, flat in moved])
+        group.lay_together()
+        with _beside(streams, overlap):
+            for param, flat in moved:
+                param.flat.copy_(flat, non_blocking=flat.is_pinned())
+            copied = streams.record()
+    _follow(group)
+    if overlap and copied is not None:
+        group.changing.append(_Arriving(group, streams, copied))
+
+
+@contextmanager
+def _beside(streams: Streams, overlap: bool) -> Iterator[None]:
+    """Run a block on the stream of copies. It writes to memory that was allocated on the current stream, which may
+    still use it for what it was before. The host allocator keeps page-locked memory until it was read."""
+    if not overlap:
+        yield
+        return
+    free = streams.record()
+    with streams.copying():
+        streams.wait(free)
+        yield
+
+
+class _Arriving:
+    """Lets who needs the shards wait for their copy."""
+
+    def __init__(self, group: Bucket, streams: Streams, copied: Any):
+        self._group, self._streams, self._copied = group, streams, copied
+        self._is_gathered = False
+
+    def __call__(self, is_gather: bool) -> None:
+        self._streams.wait(self._copied)
+        # Compute waits for a gather, so at the second one everything has waited.
+        if self._is_gathered or not is_gather:
+            self._group.changing.remove(self)
+        self._is_gathered = True
 
 
 def _refuse_gather(group: Bucket, is_gather: bool) -> None:
@@ -198,7 +254,7 @@ def _refuse_step(*_: object) -> None:
     raise OrderError("the optimizer's state sleeps: call fsdp2.wake(model) before a step")
 
 
-def _put_tensor(tensor: torch.Tensor, place: _Place) -> Callable[[], None]:
+def _put_tensor(tensor: torch.Tensor, place: _Place) -> _Back:
     """Let a gradient, a buffer or another tensor sleep."""
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     new = None if is_wrapper(local) else place(local.detach())
@@ -216,21 +272,48 @@ def _replace(tensor: torch.Tensor, local: torch.Tensor) -> None:
         tensor.data = local
 
 
-def _wake_tensor(tensor: torch.Tensor, device: torch.device) -> None:
+def _wake_tensor(tensor: torch.Tensor, device: torch.device, overlap: bool) -> None:
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-    _replace(tensor, local.to(device, non_blocking=local.is_pinned(), copy=mapped.file_of(local) is not None))
+    with torch.inference_mode(False), torch.no_grad():
+        new = torch.empty_like(local, device=device)
+        with _beside(streams_for(device), overlap):
+            new.copy_(local, non_blocking=local.is_pinned())
+    _replace(tensor, new)
 
 
-def _put_state(state: dict[Any, Any], place: _Place) -> Callable[[], None]:
+def _wake_optimizer(
+    optimizer: torch.optim.Optimizer, refuse: RemovableHandle, device: torch.device, overlap: bool
+) -> None:
+    """Its state is under way."""
+    refuse.remove()
+    streams = streams_for(device)
+    with _beside(streams, overlap):
+        copied = streams.record()
+    if not overlap or copied is None:
+        return
+
+    def arrive(*_: object) -> None:
+        streams.wait(copied)
+        for handle in handles:
+            handle.remove()
+
+    handles = optimizer.register_step_pre_hook(arrive), optimizer.register_state_dict_pre_hook(arrive)
+
+
+def _put_state(state: dict[Any, Any], place: _Place) -> _Back:
     """Let the state of one parameter sleep. Counters on the CPU stay."""
     tensors = [each for each in state.values() if isinstance(each, torch.Tensor) and each.ndim]
     return partial(_each, [_put_tensor(each, place) for each in tensors])
 
 
-def _each(calls: Sequence[Callable[[], None]]) -> None:
+def _each(calls: Sequence[_Back], overlap: bool) -> None:
     for call in calls:
-        call()
+        call(overlap)
 
 
-def _nothing() -> None:
+def _at_once(call: _Back, _overlap: bool) -> None:
+    call(False)
+
+
+def _nothing(_overlap: bool) -> None:
     """It was not moved."""

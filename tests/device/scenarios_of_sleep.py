@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,8 +17,18 @@ from tests.device.steps import ADAM, assert_same, inputs, one_step, shared_folde
 from tests.device.training import FEATURES, Feature, sharded
 
 
-def _slept(kind: str, rank: int, world_size: int, seed: int, folder: str | None) -> None:
+def _slept(kind: str, rank: int, world_size: int, seed: int, folder: str | None, overlap: bool = False) -> None:
     """Against the same training without sleep; 5 rounds, without growth."""
+
+    @contextmanager
+    def sleeping(model: Any, optimizer: torch.optim.Optimizer, folder: str | None) -> Iterator[None]:
+        if not overlap:
+            with fsdp2.asleep(model, optimizer, folder=folder):
+                yield
+            return
+        fsdp2.sleep(model, optimizer, folder=folder)
+        yield
+        fsdp2.wake(model, overlap=True)
 
     def trained(device: str, sleeps: bool) -> list[torch.Tensor]:
         feature = Feature(FEATURES[kind].options, optimizer=torch.optim.AdamW)
@@ -30,8 +42,8 @@ def _slept(kind: str, rank: int, world_size: int, seed: int, folder: str | None)
             for x in inputs(rank, device):
                 one_step(model, optimizer, x)
                 del x
-            if sleeps:
-                with fsdp2.asleep(model, optimizer, folder=folder):
+            if sleeps and not (overlap and step == 4):  # what is compared is read after a forward
+                with sleeping(model, optimizer, folder):
                     torch.accelerator.synchronize()
                     asleep_bytes.append(lagging.counts()["allocated"] - before)
                     kept = {name: tensor.clone() for name, tensor in fsdp2.weights(model)}
@@ -59,6 +71,10 @@ def slept(rank: int, world_size: int, seed: int) -> None:
     _slept("plain", rank, world_size, seed, None)
 
 
+def woken_beside_the_forward(rank: int, world_size: int, seed: int) -> None:
+    _slept("plain", rank, world_size, seed, None, overlap=True)
+
+
 def slept_in_files(rank: int, world_size: int, seed: int) -> None:
     with shared_folder(rank) as folder:
         _slept("mixed precision", rank, world_size, seed, str(folder))
@@ -80,6 +96,7 @@ def saved_asleep(rank: int, world_size: int, seed: int) -> None:
 
 SCENARIOS_OF_SLEEP: dict[str, Callable[[int, int, int], None]] = {
     "slept": slept,
+    "woken beside the forward": woken_beside_the_forward,
     "slept in files": slept_in_files,
     "saved asleep": saved_asleep,
 }
