@@ -291,7 +291,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
 
 def test_versions_of_clients() -> None:
-    """docs/clients.md names the versions that `make test-clients` installs, in its table and in each section."""
+    """docs/clients.md names the versions that `make test-clients` installs, in its table."""
     pins = dict(
         line.lower().split("==") for line in (ROOT / "constraints-clients.txt").read_text().split() if "==" in line
     )
@@ -300,9 +300,6 @@ def test_versions_of_clients() -> None:
     clients = {"torchtitan", "accelerate", "transformers", "trl", "lightning", "torchtune", "peft", "torchao"}
     assert clients | {"torch.distributed.pipelining", "torch.distributed.checkpoint"} <= {name.lower() for name in rows}
     named = [(name.lower(), version) for name, version in rows.items()]
-    for sentence in re.findall(r"^Checked with ([^;]*);", text, re.MULTILINE):
-        named += re.findall(r"\b(\w+) (\d+\.\d+\.\d+)", sentence)
-    assert len(named) > 2 * len(clients)
     wrong = [(name, version) for name, version in named if name in pins and pins[name] != version]
     assert not wrong, f"docs/clients.md names {wrong}; constraints-clients.txt has {[pins[name] for name, _ in wrong]}"
 
