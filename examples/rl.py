@@ -81,10 +81,21 @@ def loss_of(model: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return -((rewards - rewards.mean()) * chosen).mean(), rewards.mean()
 
 
+def draw(rewards: list[float], path: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(rewards) + 1), rewards)
+    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1), title="examples/rl.py: a policy learns to count")
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=128, help="prompts a step, of all ranks")
+    parser.add_argument("--figure", help="a file for the reward over the steps; needs matplotlib")
     options = parser.parse_args()
     if "RANK" not in os.environ:  # not started by torchrun: a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
@@ -109,6 +120,7 @@ def main() -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plan = fsdp2.weights(model, names="transformers")
+    rewards = []
     for step in range(1, options.steps + 1):
         publish(plan, sampler)
         with fsdp2.asleep(model, optimizer):
@@ -118,8 +130,11 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(reward)
+        rewards.append(reward.item() / world_size)
         if rank == 0 and (step == 1 or step % 10 == 0):
-            print(f"step {step:>3}  reward {reward.item() / world_size:.3f}", flush=True)
+            print(f"step {step:>3}  reward {rewards[-1]:.3f}", flush=True)
+    if rank == 0 and options.figure:
+        draw(rewards, options.figure)
     dist.destroy_process_group()
 
 

@@ -80,6 +80,22 @@ def slept_in_files(rank: int, world_size: int, seed: int) -> None:
         _slept("mixed precision", rank, world_size, seed, str(folder))
 
 
+def slept_fifty_times(rank: int, world_size: int, seed: int) -> None:
+    """As much is on the device in the fiftieth sleep, and awake after it, as in the first."""
+    model = sharded(ADAM, DEVICE, world_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found = []
+    for number in range(50):
+        one_step(model, optimizer, inputs(rank, DEVICE)[0])
+        torch.accelerator.synchronize()
+        awake = lagging.counts()["allocated"]
+        fsdp2.sleep(model, optimizer)
+        torch.accelerator.synchronize()
+        found.append((awake, lagging.counts()["allocated"]))
+        fsdp2.wake(model, overlap=number % 2 == 0)
+    assert len(set(found[2:])) == 1, found
+
+
 def saved_asleep(rank: int, world_size: int, seed: int) -> None:
     """A checkpoint that is saved while the model sleeps is that of the waking one."""
     with shared_folder(rank) as folder, late(seed):
@@ -98,5 +114,6 @@ SCENARIOS_OF_SLEEP: dict[str, Callable[[int, int, int], None]] = {
     "slept": slept,
     "woken beside the forward": woken_beside_the_forward,
     "slept in files": slept_in_files,
+    "slept fifty times": slept_fifty_times,
     "saved asleep": saved_asleep,
 }
