@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import common
-from fsdp2.checkpoint.io.planned_files import PlannedFile, owned_pieces, rank_file, rank_file_name
+from fsdp2.checkpoint.io.planned_files import PlannedFile, owned_pieces, rank_file_name, rank_files
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.schema.manifest import FORMAT, Manifest, table_of
 from fsdp2.checkpoint.state.model import model_state
@@ -55,16 +55,15 @@ def tensors_of(world: int, count: int) -> dict[str, torch.Tensor]:
 def plan(tensors: dict[str, torch.Tensor], rank: int, world: int) -> tuple[dict[str, Any], PlannedFile]:
     """(table, file): what a save does before it writes."""
     entries = model_state(tensors, World(rank, tuple(range(world)))).entries
-    tilings = {name: spread_replicas(entry.tiling, 4) for name, entry in entries.items()}
-    rows = {"model": {name: (entries[name].dtype, tiling) for name, tiling in tilings.items()}}
-    table = table_of(rows, {"model": {}}, {"model": {}})
-    pieces = list(owned_pieces(entries, tilings, rank))
-    return table, rank_file("model", pieces, {"id": "0" * 12, "rank": rank, "world": world}, LocalStorage())
+    rows = {name: (entry.dtype, spread_replicas(entry.tiling, 4)) for name, entry in entries.items()}
+    table = table_of({"model": rows}, {"model": {}}, {"model": {}})
+    pieces = list(owned_pieces(entries, rows, rank))
+    return table, *rank_files("model", pieces, {"id": "0" * 12, "rank": rank, "world": world}, LocalStorage())
 
 
 def manifest_of(table: dict[str, Any], world: int) -> bytes:
     files = {rank_file_name("model", rank, world): [1 << 30, "0" * 8] for rank in range(world)}
-    fixed = {"format": FORMAT, "id": "0" * 12, "step": 1000, "world": world, "layout": "ranks", "checksum": "crc32"}
+    fixed = {"format": FORMAT, "id": "0" * 12, "step": 1000, "world": world, "layout": "ranks"}
     tables = [{**table, "ranks": list(range(world))}]
     return Manifest.encode({**fixed, "files": files, "tables": tables, "homes": {}, "extra": {}})
 
@@ -82,7 +81,7 @@ def main() -> None:
             table, file = plan(tensors, world // 2, world)
             seconds[world].append(time.process_time() - begin)
             sizes[world] = {
-                "header": file.header_bytes,
+                "header": file.pieces[0][0],
                 "manifest": len(manifest_of(table, world)),
                 "record": len(json.dumps(table)),
             }

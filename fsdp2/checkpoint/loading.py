@@ -8,10 +8,11 @@ succeeded.
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from fsdp2.checkpoint.io.reading import THREADS
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.matching import Matching, Need
 from fsdp2.checkpoint.opening import not_replaced, open_catalog
-from fsdp2.checkpoint.ranks.agreement import Agreement, world_of
+from fsdp2.checkpoint.ranks.agreement import Agreement, some, world_of
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.run.folders import TRIES
 from fsdp2.checkpoint.state.extra import StoredExtra
@@ -112,11 +113,12 @@ def load(
     """
     storage, path = storage_of(folder)
     world = world_of(process_group)
-    how = _How(sources, strict, cast, verify)
+    given, matched_to = (model, optimizer, extra or {}), partial(Matching, world=world, cast=cast, sources=sources)
+    load_once = partial(_load, storage, path, world, given, matched_to, strict, verify)
     for reads_left in reversed(range(TRIES)):
         agreement = Agreement("load", world, process_group, timeout_s)
         try:
-            return _load(storage, path, (model, optimizer, extra or {}), how, world, agreement)
+            return load_once(agreement)
         except (CheckpointError, OSError):
             # All ranks learn this, whatever this rank's own error is, so that all start again or none.
             if not reads_left or not agreement.failed_by(ReplacedError):
@@ -124,53 +126,39 @@ def load(
     raise AssertionError("unreachable")
 
 
-class _How(NamedTuple):
-    """How to read; see `load`."""
-
-    sources: Sources | None
-    strict: bool
-    cast: bool
-    verify: bool
-
-
 def _load(
     storage: Storage,
     path: str,
-    given: tuple[nn.Module | Mapping[str, Any] | None, Optimizers | None, Mapping[str, Any]],
-    how: _How,
     world: World,
+    given: tuple[nn.Module | Mapping[str, Any] | None, Optimizers | None, Mapping[str, Any]],
+    matched_to: Callable[[Catalog], Matching],
+    strict: bool,
+    verify: bool,
     agreement: Agreement,
 ) -> Loaded:
     """Load what is currently at `path`."""
     model, optimizer, extra = given
     try:
-        catalog = open_catalog(storage, path)
-        try:
-            with not_replaced(storage, path, catalog):
-                if world.size > 1:
-                    agreement.gather("Every rank must call load", _seen(catalog), _not_one)
-                stored = StoredExtra(catalog, world)
-                matching = Matching(catalog, world, how.cast, how.sources)
-                stored.check(extra, matching.missing, matching.mismatches)
-                with uncollected():
-                    matching.match(model, optimizer, how.strict)
-                    for need in (need for need in matching.needs if need.twins):
-                        first = torch.empty(need.entry.local.shape, dtype=need.entry.local.dtype)
-                        catalog.read(need.parts(catalog, need.entry.box, first), how.verify)
-                        check_twins(catalog, need, need.entry.box, first, how.verify)
-                    agreement.check()  # after this rank's own errors, which say more than that another rank failed
-                    matching.allocate(model, optimizer)
-                    wait_for({need.entry.local.device for need in matching.needs})
-                    parts = [
-                        part
-                        for need in matching.needs
-                        for part in need.parts(catalog, need.entry.box, need.entry.local)
-                    ]
-                catalog.read(parts, how.verify)
-                matching.finish()
-                values = stored.give(extra, how.verify)  # last: what came before may have drawn random numbers
-        finally:
-            catalog.close()
+        with closing(open_catalog(storage, path)) as catalog, not_replaced(storage, path, catalog):
+            if world.size > 1:
+                agreement.gather("Every rank must call load", _seen(catalog), _not_one)
+            stored = StoredExtra(catalog, world)
+            matching = matched_to(catalog)
+            stored.check(extra, matching.missing, matching.mismatches)
+            with uncollected():
+                matching.match(model, optimizer, strict)
+                for need in (need for need in matching.needs if need.twins):
+                    first = torch.empty(need.entry.local.shape, dtype=need.entry.local.dtype)
+                    catalog.read(need.parts(catalog, need.entry.box, first), verify)
+                    check_twins(catalog, need, need.entry.box, first, verify)
+                agreement.check()  # after this rank's own errors, which say more than that another rank failed
+                matching.allocate(model, optimizer)
+                wait_for({need.entry.local.device for need in matching.needs})
+                entries = [(need, need.entry) for need in matching.needs]
+                parts = [part for need, own in entries for part in need.parts(catalog, own.box, own.local)]
+            catalog.read(parts, verify)
+            matching.finish()
+            values = stored.give(extra, verify)  # last: what came before may have drawn random numbers
     except BaseException as error:
         agreement.abandon(error)
         raise
@@ -194,13 +182,10 @@ def _seen(catalog: Catalog) -> str:
 
 def _sample(storage: Storage, path: str) -> bytes:
     """The size of a file and a few of its bytes."""
-    reader = storage.open_file(path)
-    try:
+    with closing(storage.open_file(path)) as reader:
         sample = bytearray(min(SAMPLE_BYTES, reader.size))
         reader.read_into((reader.size - len(sample)) // 2, memoryview(sample))
         return b"%d %s" % (reader.size, sample)
-    finally:
-        reader.close()
 
 
 def _not_one(records: list[str]) -> CheckpointError | None:
@@ -216,8 +201,7 @@ def _not_one(records: list[str]) -> CheckpointError | None:
     if len(digests) == 1:
         return None
     shown = [
-        f"ranks {', '.join(map(str, own[:8]))}{', ...' if len(own) > 8 else ''} load {path} "
-        f"({kind}, step {step}, content {digest[:8]})"
+        f"ranks {some(own)} load {path} ({kind}, step {step}, content {digest[:8]})"
         for (path, kind, step, digest), own in ranks.items()
     ]
     # A save may have replaced it after some ranks had opened it: then they open it again.

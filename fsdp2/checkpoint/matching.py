@@ -32,7 +32,6 @@ __all__ = ["Matching", "Need"]
 EXTRA_STATE = "_extra_state"
 OWN_HOOKS = "fsdp2."  # where those of sharded modules are, which have nothing to do here
 
-
 Model = nn.Module | Mapping[str, Any]
 
 

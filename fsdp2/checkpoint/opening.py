@@ -1,27 +1,18 @@
 """Open a folder of any format, also while a save replaces it. Layer: checkpoint."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from fsdp2.checkpoint.formats.dcp import is_dcp, open_dcp
 from fsdp2.checkpoint.formats.huggingface import is_huggingface, open_huggingface
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
-from fsdp2.checkpoint.run.folders import TRIES, find, id_at, is_whole, manifest_at
+from fsdp2.checkpoint.run.folders import find, id_at, is_whole, manifest_at
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CheckpointError, MismatchError, ReplacedError
 
-__all__ = ["is_checkpoint", "not_replaced", "open_catalog", "until_not_replaced"]
-
-T = TypeVar("T")
-
-# Formats of other libraries: (detect, open), tried in this order.
-FOREIGN: list[tuple[Callable[[Storage, str], bool], Callable[[Storage, str], Catalog]]] = [
-    (is_dcp, open_dcp),
-    (is_huggingface, open_huggingface),
-]
+__all__ = ["not_replaced", "open_catalog"]
 
 
 def open_catalog(storage: Storage, path: str, files_are_there: bool = True) -> Catalog:
@@ -37,7 +28,7 @@ def open_catalog(storage: Storage, path: str, files_are_there: bool = True) -> C
     # A folder with a manifest, even a damaged one, is ours. A consolidated checkpoint also has the files of Hugging
     # Face, but it must not be read as such, without checksums, if its manifest is damaged.
     if MANIFEST not in storage.names(path):
-        for is_there, opened in FOREIGN:
+        for is_there, opened in ((is_dcp, open_dcp), (is_huggingface, open_huggingface)):
             # A save may be between the two renames of a replacement: then look at the new folder.
             if is_there(storage, path) and MANIFEST not in storage.names(path):
                 return opened(storage, path)
@@ -72,16 +63,3 @@ def not_replaced(storage: Storage, path: str, catalog: Catalog) -> Iterator[None
         return
     what = "was deleted" if now is None else f"was replaced by save {now}"
     raise ReplacedError(f"{path}: {what} while it was read (save {catalog.manifest.id}); read it again") from cause
-
-
-def is_checkpoint(storage: Storage, path: str) -> bool:
-    """Whether a folder is a checkpoint of any format, even a damaged one."""
-    return MANIFEST in storage.names(path) or any(is_there(storage, path) for is_there, _ in FOREIGN)
-
-
-def until_not_replaced(read: Callable[[], T]) -> T:
-    """What `read` returns, which is called again if what it reads is replaced meanwhile."""
-    for _ in range(TRIES - 1):
-        with suppress(ReplacedError):
-            return read()
-    return read()

@@ -15,9 +15,11 @@ A folder is a checkpoint if it has a manifest, and it gets one when everything i
 
 import operator
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
@@ -145,10 +147,10 @@ def save(
         job = Job(storage, path, step, world, agreement, options)
         write = job.prepare(model, optimizer, extra or {}, staged=async_op)
         agreement.check()  # a rank may have failed by now; checked after this rank's own errors, which say more
+        return in_flight.start(path, write, async_op)
     except BaseException as error:
         agreement.abandon(error)
         raise
-    return in_flight.start(path, write, async_op, agreement.abandon)
 
 
 def _as_int(step: SupportsIndex) -> int:
@@ -222,43 +224,35 @@ class Job:
             for entry in every:
                 if entry.local.is_meta:
                     raise ArgumentError(f"'{entry.name}': is on the meta device: it has no values to save")
-            tilings = {
-                section: {name: _tiling_for_writing(entry) for name, entry in own.items()}
+            rows = {
+                section: {name: (entry.dtype, _tiling_for_writing(entry)) for name, entry in own.items()}
                 for section, own in entries.items()
             }
-            table = table_of(
-                {
-                    section: {name: (own[name].dtype, tiling) for name, tiling in tilings[section].items()}
-                    for section, own in entries.items()
-                },
-                {section: state.aliases for section, state in states.items()},
-                {section: state.values for section, state in states.items()},
-            )
-            pieces = {
-                section: list(owned_pieces(own, tilings[section], world.rank)) for section, own in entries.items()
-            }
+            aliases = {section: state.aliases for section, state in states.items()}
+            table = table_of(rows, aliases, {section: state.values for section, state in states.items()})
+            pieces = {section: [*owned_pieces(own, rows[section], world.rank)] for section, own in entries.items()}
         _wait_for({entry.local.device for entry in every})
         about = {"table": table, "sums": _sums_of_equal(entries, world)}
         self.agreement.meet()  # after the devices have reached this step, and before anything is copied
-        nonce = self.agreement.nonce()
+        nonce = self.agreement.claim("nonce", uuid.uuid4().hex[:12])
         shares = extra_shares(extra)
         if staged:
             with profiler_range("FSDP::checkpoint_stage"):
                 pieces, shares = stage(pieces, shares)
-        homes = self._homes(entries) if self.options.consolidated else {}
+        homes = self._homes(rows) if self.options.consolidated else {}
         return lambda: self.run(nonce, about, pieces, shares, homes)
 
-    def _homes(self, entries: Mapping[str, Mapping[str, Entry]]) -> Homes:
+    def _homes(self, rows: Mapping[str, Mapping[str, tuple[str, Tiling]]]) -> Homes:
         if not self.storage.renames:
             raise ArgumentError(
                 "save: consolidated=True needs a file system on which all ranks may write to one file, and "
                 f"{self.path} is not. Save without it, then convert the model: python -m fsdp2.checkpoint convert"
             )
-        rows = {
-            section: {name: (entry.dtype, entry.tiling.shape) for name, entry in own.items()}
-            for section, own in entries.items()
+        shapes = {
+            section: {name: (dtype, tiling.shape) for name, (dtype, tiling) in own.items()}
+            for section, own in rows.items()
         }
-        return {section: consolidated_homes(section, own, self.options.max_file_bytes) for section, own in rows.items()}
+        return {name: consolidated_homes(name, own, self.options.max_file_bytes) for name, own in shapes.items()}
 
     def run(
         self,
@@ -294,9 +288,7 @@ class Job:
                 raise
 
     def _write(self, work: str, planned: list[PlannedFile]) -> list[Written]:
-        def write(file: PlannedFile) -> Written:
-            return write_file(self.storage, work, file, self.agreement.moves)
-
+        write = partial(write_file, self.storage, work, moves=self.agreement.moves)
         # A file on a disk is written by several threads; behind a URL each writes a file.
         return [*map(write, planned)] if self.storage.renames else run_all(write, planned, THREADS, "fsdp2-upload")
 

@@ -49,10 +49,10 @@ def test_a_process_that_is_forked_during_a_save(tmp_path: Path, monkeypatch: pyt
     begun, go_on = threading.Event(), threading.Event()
     real = saving.write_file
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **options: Any) -> Any:
         begun.set()
         go_on.wait(60)
-        return real(*args)
+        return real(*args, **options)
 
     monkeypatch.setattr(saving, "write_file", slow)
     pending = checkpoint.save(tmp_path / "parent", model={"a": torch.ones(4)}, async_op=True)

@@ -159,10 +159,9 @@ def plan(world_size: int, num_tensors: int, num_meshes: int = 1) -> tuple[int, b
         sys.setprofile(count)
         try:
             entries = model_state(state, World(rank, tuple(range(world_size)))).entries
-            tilings = {name: spread_replicas(entry.tiling, 4) for name, entry in entries.items()}
-            rows = {"model": {name: (entries[name].dtype, tiling) for name, tiling in tilings.items()}}
-            table = table_of(rows, {"model": {}}, {"model": {}})
-            pieces = list(owned_pieces(entries, tilings, rank))
+            rows = {name: (entry.dtype, spread_replicas(entry.tiling, 4)) for name, entry in entries.items()}
+            table = table_of({"model": rows}, {"model": {}}, {"model": {}})
+            pieces = list(owned_pieces(entries, rows, rank))
             [file] = rank_files("model", pieces, {"id": "0", "rank": rank, "world": world_size}, LocalStorage())
         finally:
             sys.setprofile(None)

@@ -102,12 +102,12 @@ def test_latest_beside_a_save_and_prune(tmp_path: Path, monkeypatch: pytest.Monk
     save(tmp_path, 1)
     real, left = retention._is_sound, [2, 3]
 
-    def slow(folder: str) -> bool:
+    def slow(folder: str, *args: Any) -> bool:
         if left:
             save(tmp_path, left.pop(0))
             for step in steps(tmp_path)[:-1]:
                 shutil.rmtree(tmp_path / f"step-{step:08d}")
-        return real(folder)
+        return real(folder, *args)
 
     monkeypatch.setattr(retention, "_is_sound", slow)
     assert checkpoint.latest(tmp_path) == str(tmp_path / "step-00000003")
@@ -121,12 +121,12 @@ def test_latest_beside_saves_of_one_name(tmp_path: Path, monkeypatch: pytest.Mon
     save(tmp_path, 1)
     real, left = retention._is_sound, [1, 2]
 
-    def overtaken(folder: str) -> bool:
+    def overtaken(folder: str, *args: Any) -> bool:
         if left:
             left.pop()
             save(tmp_path, 1, overwrite=True)
             return False
-        return real(folder)
+        return real(folder, *args)
 
     monkeypatch.setattr(retention, "_is_sound", overtaken)
     assert checkpoint.latest(tmp_path) == str(tmp_path / "step-00000001")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from fsdp2 import ArgumentError, CheckpointError, checkpoint
+from fsdp2.checkpoint.run.background import in_flight
 from fsdp2.checkpoint.storage.local import LocalWriter
 from tests.helpers.ranks import on_ranks
 
@@ -44,6 +46,26 @@ def test_an_interrupted_wait_does_not_forget_the_save(tmp_path: Path, monkeypatc
     found = {"w": torch.empty(300_000)}
     checkpoint.load(tmp_path / "step-00000001", model=found)
     assert found["w"].eq(0).all()
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_ctrl_c_while_a_background_save_begins(runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its thread runs or after: the next save waits for it, and not for ever."""
+    begin = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name != "fsdp2-save" or runs:
+            begin(thread)
+        if thread.name == "fsdp2-save":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path / "a", model={"w": torch.zeros(3)}, async_op=True)
+    assert (in_flight._handle is not None) == runs
+    with suppress(CheckpointError):  # that the other ranks were told so
+        in_flight.settle()
+    checkpoint.save(tmp_path / "b", model={"w": torch.zeros(3)})
 
 
 @on_ranks(2)

@@ -61,7 +61,7 @@ def empty() -> dict[str, Any]:
 
 def extra(seed: int = 1) -> dict[str, Any]:
     """Extra state with a tensor."""
-    return {"loader": {"position": seed, "order": torch.arange(9) * seed}, "words": ["a", ("b", b"c")]}
+    return {"loader": {"position": seed, "order": torch.arange(9) * seed}, "words": ["a", ("b", "c")]}
 
 
 def adam(seed: int = 1, steps: int = 2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -97,7 +97,7 @@ def _save_two(rank: int, world_size: int, folder: str, seed: int, consolidated: 
     state = content(seed)
     mesh = init_device_mesh("cpu", (world_size,))
     state["embed"] = state["head"] = distribute_tensor(state["embed"], mesh, [Shard(0)], src_data_rank=None)
-    own = {"loader": {"position": seed, "order": torch.arange(9) * rank}, "words": ["a", ("b", b"c")]}
+    own = {"loader": {"position": seed, "order": torch.arange(9) * rank}, "words": ["a", ("b", "c")]}
     moments = {"moment.embed": distribute_tensor(content(seed)["embed"] * 2, mesh, [Shard(0)], src_data_rank=None)}
     options = {"consolidated": consolidated, "max_file_bytes": 300}
     checkpoint.save(folder, model=state, optimizer=moments, extra=own, **options)

@@ -11,6 +11,7 @@ they belong. It is refused.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from math import prod
 
 from fsdp2.checkpoint.formats.dcp_metadata import Item, Path, read_metadata
@@ -50,11 +51,8 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
             f"{path}: was saved with use_collectives=False. Load it with torch.distributed.checkpoint, on as many "
             "ranks as saved it, and save it again"
         )
-    reader = storage.open_file(file)
-    try:
+    with closing(storage.open_file(file)) as reader:
         items = read_metadata(reader, file)
-    finally:
-        reader.close()
     held = sum(storage.sizes(path).values())
     for name, item in items.items():  # memory is allocated for extra state
         if item.info is not None and prod(item.info.shape) * ITEMSIZES.get(item.info.dtype, 0) > held:
@@ -71,14 +69,12 @@ class DcpCatalog(Catalog):
         super().__init__(storage, path, DCP)
         self._items: dict[str, Item] = {}  # of the model's tensors, by name
         model, others = self.left_out.setdefault("model", {}), self.left_out.setdefault("", {})
-        roots = _optimizer_roots(item.path for item in items.values())
-        of_optimizers = {item.path for item in items.values() if any(_is_below(item.path, root) for root in roots)}
-        tensors = [item.path for item in items.values() if item.info and item.path not in of_optimizers]
+        tensors = [item.path for item in items.values() if item.info]
         prefix = _model_prefix(tensors, path)
         is_flat = prefix == () and any(len(each) == 1 for each in tensors)  # the rest is under keys
         for item in items.values():
             name = ".".join(map(str, item.path[len(prefix) :]))
-            is_within = item.path[: len(prefix)] == prefix and item.path not in of_optimizers
+            is_within = item.path[: len(prefix)] == prefix
             if not is_within or (is_flat and len(item.path) > 1) or not (item.info or prefix or is_flat):
                 others[".".join(map(str, item.path[: max(1, len(prefix))]))] = "not the model, so load it with torch"
             elif item.info is None or item.info.dtype not in DTYPES:
@@ -112,14 +108,13 @@ class DcpCatalog(Catalog):
 
 
 def _model_prefix(paths: Sequence[Path], folder: str) -> Path:
-    """The common path of the model's tensors: a key such as "model", the outermost one; otherwise (), if there are
-    tensors at the top; otherwise what all have in common.
+    """The path of the model's tensors: a key such as "model" at the top or below one other; () if there is none.
 
     Raises:
         MismatchError: there are several such keys, and no reason to prefer one.
     """
     top = {path for path in paths if len(path) == 1}
-    marked = {path[: depth + 1] for path in paths for depth, part in enumerate(path[:-1]) if part in MODEL_KEYS}
+    marked = {path[: depth + 1] for path in paths for depth, part in enumerate(path[:-1][:2]) if part in MODEL_KEYS}
     outermost = sorted((each for each in marked if len(each) == min(map(len, marked))), key=str)
     # {**model.state_dict(), "ema": {"model": ...}}: the same names exist further out.
     if any(path[len(each) :] in top for each in outermost for path in paths if path[: len(each)] == each):
@@ -131,26 +126,4 @@ def _model_prefix(paths: Sequence[Path], folder: str) -> Path:
             "argument of load() (sources= neither) says that. Load the one with torch.distributed.checkpoint.load into "
             "a dict of these keys and the model's state_dict(), and save it again by itself."
         )
-    if outermost:
-        return outermost[0]
-    first, *rest = [path[:-1] for path in paths] if paths and not top else [()]
-    length = next((at for at, part in enumerate(first) if any(path[at : at + 1] != (part,) for path in rest)), None)
-    return first[:length]
-
-
-def _optimizer_roots(paths: Iterable[Path]) -> list[Path]:
-    """The keys with ``state`` and ``param_groups`` below them, as torch.optim nests them or with flattened names."""
-    roots = set()
-    for path in paths:
-        for depth, part in enumerate(path):
-            is_nested = part == "param_groups" or (part == "state" and len(path) >= depth + 3)
-            if is_nested or str(part).startswith("param_groups."):
-                roots.add(path[:depth])
-                break
-    return sorted(roots, key=str)
-
-
-def _is_below(path: Path, root: Path) -> bool:
-    """Whether an item belongs to the optimizer at `root`."""
-    rest = path[len(root) :]
-    return path[: len(root)] == root and bool(rest) and str(rest[0]).split(".")[0] in ("state", "param_groups")
+    return outermost[0] if outermost else ()

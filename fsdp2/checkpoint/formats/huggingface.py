@@ -9,12 +9,13 @@ be a regular file in the folder ``blobs`` beside ``snapshots``.
 """
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 from fsdp2.checkpoint.formats.native import read_header, read_small
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.pieces import StoredPiece, StoredTensorInfo
-from fsdp2.checkpoint.schema.header import Header, parse_json
+from fsdp2.checkpoint.schema.header import parse_json
 from fsdp2.checkpoint.storage.base import Storage, check_file_name
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.errors import CorruptError, UnsupportedError
@@ -83,7 +84,8 @@ def open_huggingface(storage: Storage, path: str) -> Catalog:
         place = _located(storage, path, file)
         if place is None:
             raise CorruptError(f"{storage.join(path, file)}: is listed in the index, but is missing (or a link)")
-        header = _header(storage, place)
+        with closing(storage.open_file(place)) as reader:
+            header = read_header(reader, place)
         for name in [name for name in listed if listed[name] == file] if listed is not None else ():
             if name not in header.tensors and name not in header.unread:
                 raise CorruptError(f"{storage.join(path, file)}: has no '{name}', which the index says it has")
@@ -105,11 +107,3 @@ def _weight_map(storage: Storage, path: str, entry: str) -> dict[str, str]:
     if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
         raise CorruptError(f"{index}: has no weight_map")
     return {name: check_file_name(file, index) for name, file in content["weight_map"].items()}
-
-
-def _header(storage: Storage, file: str) -> Header:
-    reader = storage.open_file(file)
-    try:
-        return read_header(reader, file)
-    finally:
-        reader.close()

@@ -7,9 +7,10 @@ contains the checksums of all blocks. Every file repeats the id of the save, its
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Any
 
 from fsdp2.checkpoint.io.catalog import Catalog
@@ -30,20 +31,17 @@ PART = re.compile(r"-[0-9a-f]{12}\.safetensors$")  # the end of a `named_by_cont
 __all__ = ["NATIVE", "NativeCatalog", "check_sizes", "id_of", "read_header", "read_manifest", "read_small"]
 
 
-def read_small(storage: Storage, path: str, limit: int) -> bytes:
+def read_small(storage: Storage, path: str, limit: float = inf) -> bytes:
     """The content of a small text file (JSON).
 
     Raises:
         CheckpointError: it cannot be opened.
         CorruptError: it is larger than `limit` bytes; nothing of it was read then.
     """
-    reader = storage.open_file(path)
-    try:
+    with closing(storage.open_file(path)) as reader:
         if reader.size > limit:
             raise CorruptError(f"{path}: has {reader.size} bytes; such a file has at most {limit}")
         return _read_text(reader, 0, reader.size)
-    finally:
-        reader.close()
 
 
 def _read_text(reader: Reader, offset: int, count: int) -> bytes:

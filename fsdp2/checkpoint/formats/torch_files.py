@@ -9,16 +9,17 @@ import io
 import zipfile
 import zlib
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from fsdp2._torch.checkpoint import PICKLED_TENSORS
 from fsdp2.checkpoint.formats.unpickling import Note, unpickle
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
+from fsdp2.checkpoint.schema.header import StoredTensor
 from fsdp2.checkpoint.storage.base import Reader
 from fsdp2.errors import CorruptError, FSDPError, UnsupportedError
 from fsdp2.layout import strides
 
-__all__ = ["TORCH_DTYPES", "TensorInFile", "Window", "read_tensor"]
+__all__ = ["TORCH_DTYPES", "Window", "read_tensor"]
 
 EDGE = 4096  # bytes of a request: nearly everything in an archive but the tensor is at its ends
 MAX_READ = 1 << 25  # bytes of anything but the tensor. The directory's entries take about ten times the memory.
@@ -42,20 +43,7 @@ _STORAGES = {
 _ALLOWED = frozenset({*PICKLED_TENSORS, *UNTYPED, *_STORAGES, *TORCH_DTYPES, "collections.OrderedDict"})
 
 
-class TensorInFile(NamedTuple):
-    """A contiguous tensor in a file.
-
-    Attributes:
-        dtype: its name in safetensors.
-        offset: of its first element, in bytes of the file.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-
-def read_tensor(reader: Reader, path: str, start: int, length: int) -> TensorInFile:
+def read_tensor(reader: Reader, path: str, start: int, length: int) -> StoredTensor:
     """The tensor in a range of a file, which is an archive.
 
     Args:
@@ -128,7 +116,7 @@ class _Archive:
         with zipfile.ZipFile(window) as archive:
             self._entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
 
-    def tensor(self) -> TensorInFile:
+    def tensor(self) -> StoredTensor:
         """The tensor."""
         if "byteorder" in self._entries and self._read("byteorder") != b"little":
             raise ValueError("it was written on a machine with another byte order")
@@ -151,7 +139,7 @@ class _Archive:
             )
         if (first + prod(shape)) * ITEMSIZES[name] > size and prod(shape):
             raise ValueError(f"a tensor of shape {list(shape)} in memory of {size} bytes")
-        return TensorInFile(name, tuple(shape), offset + first * ITEMSIZES[name])
+        return StoredTensor(name, tuple(shape), offset + first * ITEMSIZES[name])
 
     def _range(self, name: str) -> tuple[int, int]:
         """(offset in the archive, bytes) of an entry's data."""

@@ -8,6 +8,7 @@ transformers is imported only if the model is one of its own.
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -66,7 +67,8 @@ def published_sources(
     for renamed, (converter, collected) in parts.items():
         if renamed in said:
             continue
-        found |= _Conversion(converter, renamed, model.config, shapes, tensors).of(collected)
+        how = (converter.operations, converter.source_patterns, converter.target_patterns)
+        found |= _Conversion(*how, renamed, model.config, shapes, tensors).of(collected)
     return found
 
 
@@ -88,39 +90,37 @@ def skeleton(model: nn.Module, kind: type[nn.Module]) -> Any:
     return made[""]
 
 
+@dataclass
 class _Conversion:
     """One `WeightConverter` of transformers, for one place in the model.
 
-    Args:
+    Attributes:
         name: of the first tensor that it produces.
     """
 
-    def __init__(
-        self, converter: Any, name: str, config: Any, shapes: Shapes, tensors: Mapping[str, StoredTensorInfo]
-    ) -> None:
-        self._operations: Sequence[Any] = converter.operations
-        self._from: Sequence[str] = converter.source_patterns
-        self._to: Sequence[str] = converter.target_patterns
-        self._name = name
-        self._config = config
-        self._shapes = shapes
-        self._tensors = tensors
+    operations: Sequence[Any]
+    sources: Sequence[str]
+    targets: Sequence[str]
+    name: str
+    config: Any
+    shapes: Shapes
+    tensors: Mapping[str, StoredTensorInfo]
 
     def of(self, values: Values) -> dict[str, Source]:
         """The sources of the tensors that it produces. Empty if a part is missing: the tensor is then reported as
         missing, like any other."""
-        for operation in self._operations:
+        for operation in self.operations:
             known = KNOWN.get(type(operation).__name__)
             if known is None or not (len(values) == 1 or known in OF_SEVERAL):
                 raise UnsupportedError(
-                    f"load: transformers makes '{self._name}' of {', '.join(map(repr, self._from))} by "
+                    f"load: transformers makes '{self.name}' of {', '.join(map(repr, self.sources))} by "
                     f"{type(operation).__name__}, which fsdp2 cannot do while it reads. Say with sources= what it is "
                     "made of, or load with from_pretrained before sharding"
                 )
             values = known(self, operation, values)
             if not values:
                 return {}
-        whole = self._name.replace("*.", "0.")
+        whole = self.name.replace("*.", "0.")
         pattern = next((each for each in values if each in whole), "")
         before, _, after = whole.partition(pattern) if pattern else ("", "", "")
         return {before + each + after: parts[0] for each, parts in values.items()}
@@ -131,7 +131,7 @@ class _Conversion:
         return parts[0]
 
     def _shape(self, source: Source) -> tuple[int, ...]:
-        return source.info(self._tensors).shape
+        return source.info(self.tensors).shape
 
     def _cut(self, source: Source, dim: int, sizes: Sequence[int], targets: Sequence[str]) -> Values:
         starts = [sum(sizes[:place]) for place in range(len(sizes))]
@@ -141,36 +141,36 @@ class _Conversion:
     def merge(self, operation: Any, values: Values) -> Values:
         only = len(values) == 1
         return {
-            (self._to[0] if only else pattern): [stacked(*parts, dim=operation.dim)]
+            (self.targets[0] if only else pattern): [stacked(*parts, dim=operation.dim)]
             for pattern, parts in values.items()
         }
 
     def concatenate(self, operation: Any, values: Values) -> Values:
-        if any(pattern not in values for pattern in self._from):
+        if any(pattern not in values for pattern in self.sources):
             return {}
-        parts = [part for pattern in self._from for part in values[pattern]]
-        return {self._to[0]: [concatenated(*parts, dim=operation.dim)]}
+        parts = [part for pattern in self.sources for part in values[pattern]]
+        return {self.targets[0]: [concatenated(*parts, dim=operation.dim)]}
 
     def chunk(self, operation: Any, values: Values) -> Values:
-        targets = self._to
+        targets = self.targets
         if operation.num_shards_attribute is not None:
-            number = getattr(self._config.get_text_config(), operation.num_shards_attribute)
-            targets = [self._to[0].replace("*", str(place)) for place in range(number)]
+            number = getattr(self.config.get_text_config(), operation.num_shards_attribute)
+            targets = [self.targets[0].replace("*", str(place)) for place in range(number)]
         source = self._one(values)
         size = self._shape(source)[operation.dim]
         each = -(-size // len(targets))  # as `torch.chunk` does
         return self._cut(source, operation.dim, [min(each, size - at) for at in range(0, size, each or 1)], targets)
 
     def split(self, operation: Any, values: Values) -> Values:
-        names = [self._name.replace(self._to[0], target) for target in self._to]
-        sizes = [self._shapes[name][operation.dim] for name in names]
-        return self._cut(self._one(values), operation.dim, sizes, self._to)
+        names = [self.name.replace(self.targets[0], target) for target in self.targets]
+        sizes = [self.shapes[name][operation.dim] for name in names]
+        return self._cut(self._one(values), operation.dim, sizes, self.targets)
 
     def transpose(self, operation: Any, values: Values) -> Values:
         source = self._one(values)
-        if not operation.check_dims or self._shape(source) != self._shapes[self._name]:
+        if not operation.check_dims or self._shape(source) != self.shapes[self.name]:
             source = source.transpose(operation.dim0, operation.dim1)
-        return {(self._from if len(self._to) > 1 else self._to)[0]: [source]}
+        return {(self.sources if len(self.targets) > 1 else self.targets)[0]: [source]}
 
 
 # By the class names of transformers' operations.

@@ -100,9 +100,7 @@ class _Reader(_Unpickler):
 
     def load_setitem(self) -> None:
         """Add to a dict."""
-        items = self.stack[-2:]
-        del self.stack[-2:]
-        self._set(items)
+        self._set([self.stack.pop(-2), self.stack.pop()])
 
     def load_setitems(self) -> None:
         """Add several items to a dict."""

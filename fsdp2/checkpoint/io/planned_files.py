@@ -8,8 +8,8 @@ tensor (its container). In a consolidated file the container is the whole tensor
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -84,22 +84,17 @@ class Piece:
         return self.box.numel * ITEMSIZES[self.dtype]
 
     def cut(self, nbytes: int) -> "Iterator[Piece]":
-        """The piece in parts of at most so many bytes, or of one row."""
+        """The piece, of values in memory, in parts of at most so many bytes, or of one row."""
         dim = next((dim for dim, size in enumerate(self.box.shape) if size > 1), None)
         if dim is None or self.nbytes <= nbytes:
             yield self
             return
         start, shape = self.box.start, self.box.shape
-        row = self.nbytes // shape[dim]
-        step = max(1, nbytes // row)
+        step = max(1, nbytes * shape[dim] // self.nbytes)
         for first in range(0, shape[dim], step):
             count = min(step, shape[dim] - first)
             box = Box((*start[:dim], start[dim] + first, *start[dim + 1 :]), (*shape[:dim], count, *shape[dim + 1 :]))
-            source = partial(self._blocks_after, first * row) if self.source is not None else None
-            yield replace(self, box=box, values=self.values.narrow(dim, first, count), source=source)
-
-    def _blocks_after(self, skipped: int, first: int, last: int) -> Iterator[tuple[memoryview, bool]]:
-        return self.blocks(skipped + first, skipped + last)
+            yield replace(self, box=box, values=self.values.narrow(dim, first, count))
 
 
 @dataclass(frozen=True)
@@ -136,22 +131,20 @@ class PlannedFile:
     pieces: list[tuple[int, Box, Piece]]
     header: Callable[[Sums], bytes] | None
     shared: bool = False
-    header_bytes: int = field(default=0)
     by_content: bool = False
 
 
-def owned_pieces(entries: Mapping[str, Entry], tilings: Mapping[str, Tiling], rank: int) -> Iterator[Piece]:
+def owned_pieces(entries: Mapping[str, Entry], rows: Mapping[str, tuple[str, Tiling]], rank: int) -> Iterator[Piece]:
     """The parts that `rank` writes.
 
     Args:
-        tilings: how the tensors are cut for writing, by name: as they are sharded, or finer (`spread_replicas`).
+        rows: name -> (dtype, how the tensor is cut for writing: as it is sharded, or finer, see `spread_replicas`).
     """
-    for name, entry in entries.items():
-        tiling = tilings[name]
-        box = tiling.written_by(rank)
+    for name, (dtype, tiling) in rows.items():
+        box, entry = tiling.written_by(rank), entries[name]
         if box is not None:
             values = entry.local if box == entry.box else part_of(entry.local, box.within(entry.box))
-            yield Piece(name, entry.dtype, box, values, tiling.shape)
+            yield Piece(name, dtype, box, values, tiling.shape)
 
 
 def rank_file_name(section: str, rank: int, world: int) -> str:
@@ -191,7 +184,6 @@ def _lots(pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:
 
 def _rank_file(section: str, ordered: Sequence[Piece], about: Mapping[str, Any], by_content: bool) -> PlannedFile:
     shards = {piece.name: [list(piece.shape), list(piece.box.start)] for piece in ordered}
-
     own = json.dumps({**about, "shards": shards}, separators=(",", ":")).removesuffix("}")
     rows = [(piece.name, piece.dtype, piece.box.shape) for piece in ordered]
     counts = {piece.name: num_blocks(piece.nbytes) for piece in ordered}
@@ -200,13 +192,13 @@ def _rank_file(section: str, ordered: Sequence[Piece], about: Mapping[str, Any],
         texts = json.dumps({name: "".join(blocks) for name, blocks in sums.items()}, separators=(",", ":"))
         return encode_header(rows, {"format": "pt", "fsdp2": f'{own},"sums":{texts}}}'})
 
-    end = len(header({name: ["0" * WIDTH] * count for name, count in counts.items()}))
-    header_bytes, name = _checked(end, section), rank_file_name(section, about["rank"], about["world"])
+    end = _checked(len(header({name: ["0" * WIDTH] * count for name, count in counts.items()})), section)
     placed = []
     for piece in ordered:
         placed.append((end, piece.box, piece))
         end += piece.nbytes
-    return PlannedFile(name, end, placed, header, False, header_bytes, by_content)
+    name = rank_file_name(section, about["rank"], about["world"])
+    return PlannedFile(name, end, placed, header, by_content=by_content)
 
 
 def consolidated_homes(
@@ -251,7 +243,7 @@ def consolidated_files(
         mine = number % world == rank
         if placed or mine:
             maker = (lambda sums, header=header: header) if mine else None
-            planned.append(PlannedFile(file, end, placed, maker, world > 1, len(header)))
+            planned.append(PlannedFile(file, end, placed, maker, shared=world > 1))
     turn = rank * len(planned) // world
     return planned[turn:] + planned[:turn]
 

@@ -8,6 +8,7 @@ another dtype, an accelerator, the partial blocks at the ends) goes through the 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock, local
 
 import torch
@@ -65,24 +66,31 @@ def read_all(
     """
     lots = _lots(requests, verify)
     if num_threads:
-        run_all(lambda lot: lot.run(files), lots, num_threads, "fsdp2-read")
+        run_all(partial(_run, files), lots, num_threads, "fsdp2-read")
     for lot in () if num_threads else lots:
-        lot.run(files)
+        _run(files, lot)
 
 
 @uncollected()
-def _lots(requests: Sequence[Request], verify: bool) -> list["_Lot"]:
-    """The work for requests. Neighbours in a file are read one after the other."""
+def _lots(requests: Sequence[Request], verify: bool) -> list[list["_Task"]]:
+    """The work for requests. Neighbours in a file are read one after the other, and a thread runs small tasks of one
+    file together: handing over each takes longer than reading it."""
     tasks = [task for request in requests for task in _tasks(request, verify)]
-    lots: list[_Lot] = []
+    lots: list[list[_Task]] = []
     room = 0
     for task in sorted(tasks, key=lambda task: task.place):
-        if not lots or lots[-1].path != task.place[0] or len(lots[-1].tasks) == TOGETHER or task.nbytes > room:
-            lots.append(_Lot(task.place[0], []))
+        if not lots or lots[-1][0].path != task.path or len(lots[-1]) == TOGETHER or task.nbytes > room:
+            lots.append([])
             room = RUN
-        lots[-1].tasks.append(task)
+        lots[-1].append(task)
         room -= task.nbytes
     return lots
+
+
+def _run(files: "OpenFiles", lot: Sequence["_Task"]) -> None:
+    with files.use(lot[0].path) as reader:
+        for task in lot:
+            task.run(reader, files.buffers)
 
 
 class _Buffers(local):
@@ -221,21 +229,6 @@ class PieceBytes:
 
 
 @dataclass(slots=True)
-class _Lot:
-    """Tasks of one file that a thread runs together, because handing over each small tensor takes longer than reading
-    it."""
-
-    path: str
-    tasks: list["_Task"]
-
-    def run(self, files: OpenFiles) -> None:
-        """Run all."""
-        with files.use(self.path) as reader:
-            for task in self.tasks:
-                task.run(reader, files.buffers)
-
-
-@dataclass(slots=True)
 class _Task:
     """Bytes ``first..last`` of a source, for a part of its tensor.
 
@@ -253,9 +246,13 @@ class _Task:
     box: Box | None = None
 
     @property
+    def path(self) -> str:
+        return self.source.piece.path
+
+    @property
     def place(self) -> tuple[str, int, int]:
         """(file, piece, byte), as a sort key that brings neighbours in a file together."""
-        return self.source.piece.path, self.source.piece.offset, self.first
+        return self.path, self.source.piece.offset, self.first
 
     @property
     def nbytes(self) -> int:
@@ -307,8 +304,9 @@ def _tasks(request: Request, verify: bool) -> Iterator[_Task]:
     source = PieceBytes(request.name, piece, verify and bool(piece.sums))
     there, here = flat_range_within(box, request.box), flat_range_within(box, piece.box)
     if there is None or here is None or target.dtype != DTYPES[piece.dtype] or not is_plain_memory(target):
-        for part in box.split_until(lambda part: _length(_span(part, piece, source.verify)) <= BUFFER_BYTES):
-            yield _Task(source, request, *_span(part, piece, source.verify), box=part)
+        span = partial(_span, piece=piece, verify=source.verify)
+        for part in box.split_until(lambda part: span(part)[1] - span(part)[0] <= BUFFER_BYTES):
+            yield _Task(source, request, *span(part), box=part)
         return
     itemsize = target.element_size()
     start, end = here[0] * itemsize, here[1] * itemsize
@@ -327,10 +325,6 @@ def _span(box: Box, piece: StoredPiece, verify: bool) -> tuple[int, int]:
     if verify:
         first, last = first // BLOCK * BLOCK, -(-last // BLOCK) * BLOCK
     return first, min(last, piece.box.numel * itemsize)
-
-
-def _length(span: tuple[int, int]) -> int:
-    return span[1] - span[0]
 
 
 def _offset(at: Sequence[int], steps: Sequence[int]) -> int:

@@ -5,7 +5,6 @@ storage without renames needs the checksums first, so there the values are read 
 written again.
 """
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -50,13 +49,12 @@ def _write(storage: LocalStorage, path: str, file: PlannedFile, moves: Callable[
                 sums.setdefault(name, []).extend(blocks)
         if file.header is not None:
             header = file.header(sums)
-            assert len(header) == file.header_bytes
             writer.write(0, [memoryview(header)])
         writer.finish()
     except BaseException:
         writer.abandon()
         raise
-    return Written(file.name, file.size, None if header is None else f"{zlib.crc32(header):08x}", sums)
+    return Written(file.name, file.size, None if header is None else checksum(header), sums)
 
 
 def _upload(storage: RemoteStorage, folder: str, file: PlannedFile, moves: Callable[[], None]) -> Written:
@@ -75,7 +73,7 @@ def _upload(storage: RemoteStorage, folder: str, file: PlannedFile, moves: Calla
     if not file.by_content or storage.size(path) != file.size:
         storage.upload(path, content)
     moves()
-    return Written(name, file.size, f"{zlib.crc32(header):08x}", sums)
+    return Written(name, file.size, checksum(header), sums)
 
 
 # (offset of the container in the file, container, piece, first byte and end of a range of the piece).
@@ -87,17 +85,13 @@ def _batches(file: PlannedFile) -> Iterator[list[Part]]:
     lot: list[Part] = []
     filled = 0
     for offset, container, piece in file.pieces:
-        start = 0
-        while True:
+        for start in range(0, max(1, piece.nbytes), BATCH):
             end = min(piece.nbytes, start + BATCH)
             lot.append((offset, container, piece, start, end))
             filled += end - start
             if filled >= BATCH:
                 yield lot
                 lot, filled = [], 0
-            start = end
-            if start >= piece.nbytes:
-                break
     if lot:
         yield lot
 

@@ -6,7 +6,6 @@ error of one rank is the outcome on all ranks. Works from any thread (the store'
 """
 
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,7 +17,7 @@ from fsdp2._torch.shared import store_of
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.errors import CheckpointError, CorruptError, MismatchError, ReplacedError
 
-__all__ = ["Agreement", "world_of"]
+__all__ = ["Agreement", "some", "world_of"]
 
 DONE = "done"
 MAX_WORD = 1 << 20  # characters; the store drops clients that send a value of more than 8 MiB
@@ -141,10 +140,6 @@ class Agreement:
         self.forget(f"here/{self._world.rank}")
         if self._get(self._key("met")) != DONE:  # a rank that failed later must not hide this rank's own error
             self.check()
-
-    def nonce(self) -> str:
-        """A random word, the same on all ranks."""
-        return self.claim("nonce", uuid.uuid4().hex[:12])
 
     def claim(self, key: str, value: str) -> str:
         """The value that the first rank gave for `key`."""
@@ -305,8 +300,8 @@ class Agreement:
                 "have died, or its disk hangs. What was saved before is there, under its name or as '.old-...'; the "
                 "new checkpoint counts if its folder has a manifest"
             )
-        arrived = _some([rank for rank in every if rank not in set(missing)])
-        return f"ranks {_some(missing)} have not {what} {seconds}; {what}: {arrived or 'none'}"
+        arrived = some([rank for rank in every if rank not in set(missing)])
+        return f"ranks {some(missing)} have not {what} {seconds}; {what}: {arrived or 'none'}"
 
 
 def _kind_in(outcome: str) -> str:
@@ -314,6 +309,7 @@ def _kind_in(outcome: str) -> str:
     return outcome.split(": ", 2)[1] if outcome != DONE else ""
 
 
-def _some(ranks: Sequence[int]) -> str:
+def some(ranks: Sequence[int]) -> str:
+    """Ranks as text, the first of them."""
     text = ", ".join(map(str, ranks[:8]))
     return text + (f", ... ({len(ranks)})" if len(ranks) > 8 else "")

@@ -1,7 +1,6 @@
 """The ranks that save or load together, and where a rank's part of a tensor belongs. Layer: checkpoint."""
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,9 @@ from fsdp2.placement.tiling import Grid, Tiling, grid_of, tiling_of, with_siblin
 
 __all__ = ["Entry", "Place", "World"]
 
+# A mesh and the one that it was cut out of.
+Meshes = tuple[DeviceMesh, DeviceMesh]
+
 
 @dataclass(frozen=True)
 class World:
@@ -29,6 +31,11 @@ class World:
 
     rank: int
     ranks: tuple[int, ...]
+    _grids: dict[Grid, Grid] = field(default_factory=dict, compare=False)
+    # The values hold references to what the ids in the keys belong to, so that the ids stay valid.
+    _places: dict[Any, tuple["Place", object]] = field(default_factory=dict, compare=False)
+    _meshes: dict[int, tuple[Meshes, DeviceMesh]] = field(default_factory=dict, compare=False)
+    _equal_meshes: dict[Meshes, Meshes] = field(default_factory=dict, compare=False)
 
     @property
     def size(self) -> int:
@@ -51,7 +58,7 @@ class World:
             self._places[key] = self._place(tensor, name, ranks), ranks
         return self._places[key][0]
 
-    def first_equal(self, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+    def first_equal(self, mesh: DeviceMesh) -> Meshes:
         """The mesh with its root, or those of an earlier tensor that are equal: without `mesh=`, each call of
         `fully_shard` makes a mesh, and torch gives results of operators the mesh of an earlier one."""
         if id(mesh) not in self._meshes:
@@ -69,24 +76,6 @@ class World:
         has_siblings = len(own.ranks) < len(tiling.grid.ranks)
         copy = own.ranks.index(self.rank) if has_siblings and self.rank in own.ranks else None
         return Place(tiling, tiling.box_of(self.rank), copy)
-
-    @cached_property
-    def _grids(self) -> dict[Grid, Grid]:
-        return {}
-
-    # The values hold references to what the ids in the keys belong to, so that the ids stay valid.
-
-    @cached_property
-    def _places(self) -> dict[Any, tuple["Place", object]]:
-        return {}
-
-    @cached_property
-    def _meshes(self) -> dict[int, tuple[tuple[DeviceMesh, DeviceMesh], DeviceMesh]]:
-        return {}
-
-    @cached_property
-    def _equal_meshes(self) -> dict[tuple[DeviceMesh, DeviceMesh], tuple[DeviceMesh, DeviceMesh]]:
-        return {}
 
     def _numbered(self, grid: Grid, name: str) -> Grid:
         if self.ranks == tuple(range(self.size)) and max(grid.ranks) < self.size:

@@ -27,9 +27,10 @@ class SaveHandle:
 
     def __init__(self, folder: str):
         self.folder = folder
+        self._begun = threading.Lock()
         self._finished = threading.Event()
         self._error: BaseException | None = None
-        self._reported = False
+        self.unreported: BaseException | None = None  # the error, until `wait` has raised it
 
     def done(self) -> bool:
         """Whether the save has ended, successfully or not. Does not block."""
@@ -48,23 +49,24 @@ class SaveHandle:
         if not self._finished.wait(timeout_s):
             raise TimeoutError(f"{self.folder}: the save is still under way after {timeout_s} s")
         if self._error is not None:
-            self._reported = True
+            self.unreported = None
             raise CheckpointError(f"{self.folder}: the save failed: {self._error}") from self._error
         return self.folder
 
+    def begin(self) -> bool:
+        """Whether this is the first call. So either the work is done, or it is given up."""
+        return self._begun.acquire(blocking=False)
+
     def run(self, work: Callable[[], None]) -> None:
         """Do the work synchronously, and record how it ended."""
+        if not self.begin():
+            return
         try:
             work()
         except BaseException as error:
-            self._error = error
+            self._error = self.unreported = error
         finally:
             self._finished.set()
-
-    @property
-    def unreported(self) -> BaseException | None:
-        """An error that has not been reported yet."""
-        return None if self._reported else self._error
 
 
 class InFlight:
@@ -73,14 +75,8 @@ class InFlight:
     def __init__(self) -> None:
         self._handle: SaveHandle | None = None
 
-    def start(
-        self, folder: str, work: Callable[[], None], background: bool, abandon: Callable[[BaseException], object]
-    ) -> SaveHandle:
-        """Do the work. The previous save must have been settled.
-
-        Args:
-            abandon: called if no thread can be started; work that has started handles its own errors.
-        """
+    def start(self, folder: str, work: Callable[[], None], background: bool) -> SaveHandle:
+        """Do the work. The previous save must have been settled."""
         handle = SaveHandle(folder)
         if not background:
             work()
@@ -88,13 +84,12 @@ class InFlight:
             return handle
         # Not a daemon thread: the process waits for it at exit, so the last checkpoint of a run is not lost.
         thread = threading.Thread(target=handle.run, args=(work,), name="fsdp2-save")
-        self._handle = handle
         try:
+            self._handle = handle
             thread.start()
-        except BaseException as error:  # no thread available, or Ctrl-C, after which it may be running
-            if thread.ident is None:
+        except BaseException:  # no thread available, or Ctrl-C, after which it may be running
+            if handle.begin():
                 self._handle = None
-            abandon(error)
             raise
         return handle
 

@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
+from fsdp2.checkpoint.formats.native import read_small
+from fsdp2.checkpoint.io.reading import THREADS
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.ranks.agreement import Agreement
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CheckpointError
 
 __all__ = ["Records", "digest_of", "files_id", "is_mark"]
-
-THREADS = 4
 
 # In a folder that is not a checkpoint yet: a save has begun to write files with this id there.
 MARK = re.compile(r"record-files-([0-9a-f]{12})\.json")
@@ -95,15 +95,9 @@ class Records:
 
     def _read(self, name: str) -> Any:
         try:
-            reader = self._storage.open_file(self._path(name))
+            return json.loads(read_small(self._storage, self._path(name)))
         except CheckpointError as error:
             raise CheckpointError(
                 f"{self._path(name)}: was written by another rank, and is not here. All ranks must save to one shared "
                 "folder."
             ) from error
-        try:
-            content = bytearray(reader.size)
-            reader.read_into(0, memoryview(content))
-        finally:
-            reader.close()
-        return json.loads(content)

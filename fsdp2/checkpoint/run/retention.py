@@ -66,24 +66,24 @@ def latest(root: Folder, valid: Valid | None = None) -> str | None:
     """
     rejected, seen = set(), None
     while True:
-        unread: OSError | None = None
+        unread: list[OSError] = []
         before = {folder: id_at(*storage_of(folder)) for folder in _named_after_steps(root)}
-        for folder in reversed(before):
+        for save in reversed(before.items()):
             try:
-                if (folder, before[folder]) not in rejected and _is_sound(folder):
-                    if _is_valid(folder, valid):
-                        return folder
-                    rejected.add((folder, before[folder]))  # it is asked about once: that may take an hour
+                if save not in rejected and _is_sound(save[0]):
+                    if _is_sound(save[0], valid):
+                        return save[0]
+                    rejected.add(save)  # `valid` is asked once: that may take an hour
             except OSError as error:
-                message = f"{folder}: cannot be read ({error}); latest goes back to the checkpoint before it"
+                message = f"{save[0]}: cannot be read ({error}); latest goes back to the checkpoint before it"
                 warnings.warn(message, stacklevel=2)
-                unread = unread or error
+                unread.append(error)
         # One that was being replaced meanwhile may have been missed: all must be as they were, twice.
         if before == seen == {folder: id_at(*storage_of(folder)) for folder in _named_after_steps(root)}:
             break
         seen = before
-    if unread is not None:
-        raise unread
+    if unread:
+        raise unread[0]
     return None
 
 
@@ -117,33 +117,27 @@ def prune(
             fsdp2.checkpoint.prune("runs/a", keep=3, every=10_000, valid=fsdp2.checkpoint.verify)
     """
     storage, _ = storage_of(root)
-    known: dict[str, bool] = {}
-    ids = {folder: id_at(storage, folder) for folder in _old(root, keep, every, valid, known)}
-    # Check again: another checkpoint may have taken one of these names since it was read above.
-    old = [folder for folder in _old(root, keep, every, valid, known) if folder in ids]
-    return [folder for folder in old if _pruned(storage, folder, ids[folder])]
+    # Read first: another checkpoint may take one of these names afterwards, and is not deleted.
+    ids = {folder: id_at(storage, folder) for folder in _named_after_steps(root)}
+    old = _old(root, keep, every, valid)
+    return [folder for folder in old if folder in ids and _pruned(storage, folder, ids[folder])]
 
 
-def _old(root: Folder, keep: int, every: int | None, valid: Valid | None, known: dict[str, bool]) -> list[str]:
-    """See `prune`.
-
-    Args:
-        known: which checkpoints are sound, as far as they have been checked.
-    """
+def _old(root: Folder, keep: int, every: int | None, valid: Valid | None) -> list[str]:
+    """See `prune`."""
     if keep < 1 or (every is not None and every < 1):
         raise ArgumentError(f"prune: keep and every are at least 1, got {keep} and {every}")
     storage, _ = storage_of(root)
     ages = _ages(root)
-    staying: set[str] = set()
+    staying: dict[str, bool] = {}  # whether they are sound
     for order in ([*ages], sorted(ages, key=lambda folder: -ages[folder])):
         sound = 0
         for folder in reversed(order):  # damaged ones among the newer ones are left alone
             if sound == keep:
                 break
-            staying.add(folder)
-            if folder not in known:
-                known[folder] = _is_sound(folder) and _is_valid(folder, valid)
-            sound += known[folder]
+            if folder not in staying:
+                staying[folder] = _is_sound(folder, valid)
+            sound += staying[folder]
     steps = {folder: step_of(storage.split(folder)[1]) for folder in ages if folder not in staying}
     return [folder for folder, step in steps.items() if every is None or step is None or step % every]
 
@@ -168,19 +162,12 @@ def _pruned(storage: Storage, path: str, save_id: str | None) -> bool:
     return True
 
 
-def _is_valid(folder: str, valid: Valid | None) -> bool:
-    try:
-        if valid is not None:
-            valid(folder)
-    except FSDPError:
-        return False
-    return True
-
-
-def _is_sound(folder: str) -> bool:
-    """Whether its manifest is undamaged and its files exist; `OSError` if the disk cannot read them."""
+def _is_sound(folder: str, valid: Valid | None = None) -> bool:
+    """Whether its manifest is undamaged, its files exist, and it is valid; `OSError` if the disk cannot read them."""
     try:
         manifest_at(*storage_of(folder))
+        if valid is not None:
+            valid(folder)
     except FSDPError:
         return False
     return True

@@ -7,41 +7,29 @@ the length of a header is known before the data are. A reader that needs a part 
 import zlib
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
-__all__ = ["ALGORITHM", "BLOCK", "WIDTH", "checksum", "crc32", "num_blocks", "text_of"]
+__all__ = ["BLOCK", "WIDTH", "checksum", "crc32", "num_blocks", "text_of"]
 
 BLOCK = 1 << 20
 
 Buffer = bytes | bytearray | memoryview
 
-# Its name in a manifest, and its number of hex digits per block.
-ALGORITHM = "crc32"
-WIDTH = 8
+WIDTH = 8  # hex digits of a block's checksum
 
 
-def _fastest_crc32() -> Callable[[Buffer, int], int]:
+def _fastest_crc32() -> Callable[..., int]:
     """Intel's ISA-L if the package isal is installed (the extra `fsdp2[isal]`), otherwise the standard library's. Both
     give the same values, so files do not depend on the choice; ISA-L is several times as fast."""
     try:
-        isal_zlib: Any = import_module("isal.isal_zlib")
+        fastest: Callable[..., int] = import_module("isal.isal_zlib").crc32
     except ImportError:
         return zlib.crc32
-    fastest: Callable[[Buffer, int], int] = isal_zlib.crc32
     return fastest
 
 
-_crc32 = _fastest_crc32()
-
-
-def crc32(data: Buffer, before: int = 0) -> int:
-    """CRC-32, with the GIL released. zlib's takes most of the time of loading files that are in memory: it does 1.5 to
-    2 GB/s per core.
-
-    Args:
-        before: the CRC-32 of the preceding bytes.
-    """
-    return _crc32(data, before)
+# Takes bytes, and the CRC-32 of the preceding ones. The GIL is released. zlib's takes most of the time of loading files
+# that are in memory: it does 1.5 to 2 GB/s per core.
+crc32 = _fastest_crc32()
 
 
 def text_of(crc: int) -> str:
@@ -51,7 +39,7 @@ def text_of(crc: int) -> str:
 
 def checksum(data: Buffer) -> str:
     """The checksum of a block."""
-    return text_of(_crc32(data, 0))
+    return text_of(crc32(data))
 
 
 def num_blocks(nbytes: int) -> int:

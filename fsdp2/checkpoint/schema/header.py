@@ -52,12 +52,10 @@ class Header:
         tensors: by name, in the order of their data.
         unread: names of tensors that torch cannot hold -> why.
         metadata: its ``__metadata__``, strings only.
-        size: bytes of the whole file.
     """
 
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
-    size: int = 0
     unread: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -117,7 +115,7 @@ def parse_header(text: bytes, file: str, size: int) -> Header:
         tensors[name] = StoredTensor(dtype, shape, data + first)
     if data + end != size:
         raise CorruptError(f"{file}: has {size} bytes, but its header describes {data + end}: it was cut or written to")
-    return Header(tensors, metadata, size, unread)
+    return Header(tensors, metadata, unread)
 
 
 def _range_of(name: str, entry: Any, file: str) -> tuple[str, tuple[int, ...], int, int]:

@@ -8,7 +8,6 @@ id             of this save; every file has it, so files of two saves cannot be 
 files_id       the id that the files have, if not `id`: behind a URL a save goes on with the files of a dead one
 step, world    as given to `save`; the number of ranks
 layout         "ranks" (each rank has its own files) or "consolidated" (whole tensors, as in Hugging Face's layout)
-checksum       "crc32", of the blocks
 files          name -> [bytes, CRC-32 of the header (for JSON: of the whole file)]
 tables         what ranks hold; ranks that hold the same share one: see `table_of`
 homes          consolidated: section -> name of a tensor -> file
@@ -28,7 +27,6 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from fsdp2.checkpoint.schema.checksum import ALGORITHM
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.header import MAX_DIMS, parse_json
 from fsdp2.checkpoint.storage.base import check_file_name
@@ -82,7 +80,6 @@ class Manifest:
     step: int | None
     world: int
     layout: str
-    checksum: str
     files: Mapping[str, tuple[int, str]]
     records: Mapping[str, Mapping[str, Record]]
     aliases: Mapping[str, Mapping[str, str]]
@@ -132,9 +129,10 @@ class Manifest:
             section: {name: _listed(home, files, file) for name, home in names.items()}
             for section, names in body["homes"].items()
         }
-        if body["layout"] not in ("ranks", "consolidated") or body["checksum"] != ALGORITHM:
-            raise CorruptError(f"{file}: layout {body['layout']!r} or checksum {body['checksum']!r} is not known")
-        world = _world(body["world"])
+        if body["layout"] not in ("ranks", "consolidated"):
+            raise CorruptError(f"{file}: layout {body['layout']!r} is not known")
+        if not 0 < (world := _size(body["world"])) <= MAX_WORLD:
+            raise ValueError(f"{world} is not a number of ranks")
         for key, shares in body["extra"].items():
             for share in shares:
                 _listed(share["file"], files, file)
@@ -172,7 +170,7 @@ class Manifest:
         if not all(isinstance(of_file, dict) for of_rank in sums for of_file in of_rank.values()):
             raise CorruptError(f"{file}: the checksums are malformed")
         files_id = str(body.get("files_id", body["id"]))
-        fixed = (str(body["id"]), step, world, body["layout"], body["checksum"])
+        fixed = (str(body["id"]), step, world, body["layout"])
         return cls(*fixed, files, records, aliases, values, homes, body["extra"], sums, files_id)
 
 
@@ -221,7 +219,6 @@ def body_of(
         "format": FORMAT,
         "id": save_id,
         "layout": "consolidated" if homes else "ranks",
-        "checksum": ALGORITHM,
         "files": files,
         "tables": tables,
         "homes": {
@@ -257,12 +254,6 @@ def _size(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{str(value)[:40]!r} is not a size")
     return value
-
-
-def _world(value: object) -> int:
-    if not 0 < _size(value) <= MAX_WORLD:
-        raise ValueError(f"{value!r} is not a number of ranks")
-    return _size(value)
 
 
 def _sizes(values: Sequence[object]) -> tuple[int, ...]:

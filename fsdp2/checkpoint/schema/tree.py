@@ -4,7 +4,7 @@ JSON values stand for themselves. Anything else is an object with one key that n
 
     {"$tensor": name, ...}   a tensor, stored elsewhere under that name
     {"$float": "nan"}        also "inf", "-inf"
-    {"$tuple": [...]}        {"$bytes": base64}
+    {"$tuple": [...]}
     {"$dict": [[key, value], ...]}   keys that are not strings, or begin with "$"
     {"$ordered": {...}}      {"$counter": {...}}
 
@@ -12,7 +12,6 @@ A file names a kind, and only these are built: no code comes from a file. All ot
 these, are refused by the save, since they would be restored as something else.
 """
 
-import base64
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import torch
 
 from fsdp2.errors import ArgumentError, CorruptError
 
-__all__ = ["Leaf", "at_path", "canonical", "decode", "encode"]
+__all__ = ["Leaf", "at_path", "decode", "encode"]
 
 MAX_DEPTH = 40  # each level takes one to six levels of JSON; the commit refuses JSON that is too deep
 
@@ -59,8 +58,6 @@ def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
         return {"$tensor": path, **leaf(path, value)}
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
-    if kind is bytes:
-        return {"$bytes": base64.b64encode(value).decode()}
     if kind in (list, tuple):
         items = [inner(index, item) for index, item in enumerate(value)]
         return items if kind is list else {"$tuple": items}
@@ -73,15 +70,10 @@ def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
             return {name: encode(dict(value), leaf, where, path)}
     at = f" at '{path}'" if path else ""
     raise ArgumentError(
-        f"{where}{at}: a checkpoint holds tensors, numbers, strings, bytes, and lists, tuples and dicts of them "
+        f"{where}{at}: a checkpoint holds tensors, numbers, strings, and lists, tuples and dicts of them "
         f"(OrderedDict and Counter too), and got {kind.__module__}.{kind.__qualname__}. Save what its state_dict() "
         "returns, or convert it."
     )
-
-
-def canonical(form: Any) -> str:
-    """A text that identifies an encoded state. Python's equality does not: 1 == 1.0 == True, and -0.0 == 0.0."""
-    return repr(form)
 
 
 # Keys as parts of paths, and back. Cached, because the states of parameters have the same few keys.
@@ -131,8 +123,6 @@ def decode(value: Any, tensor: Callable[[dict[str, Any]], Any], where: str) -> A
             return tensor(value)
         if kind == "$float":
             return float(content)
-        if kind == "$bytes":
-            return base64.b64decode(content, validate=True)
         if kind == "$tuple":
             return tuple(decode(item, tensor, where) for item in content)
         if kind == "$dict":

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -79,8 +78,7 @@ class RandomState:
         }
         if torch.accelerator.is_available():
             state["device"] = torch.get_device_module().get_rng_state()
-        if "numpy" in sys.modules:
-            numpy: Any = import_module("numpy")
+        if numpy := sys.modules.get("numpy"):
             kind, keys, position, has_gauss, cached = numpy.random.get_state()
             state["numpy"] = [kind, torch.tensor(keys.tolist(), dtype=torch.int64), position, has_gauss, float(cached)]
         return state
@@ -92,8 +90,7 @@ class RandomState:
         random.setstate((version, tuple(words.tolist()), gauss))
         if "device" in state_dict and torch.accelerator.is_available():
             torch.get_device_module().set_rng_state(state_dict["device"])
-        if "numpy" in state_dict and "numpy" in sys.modules:
-            numpy: Any = import_module("numpy")
+        if "numpy" in state_dict and (numpy := sys.modules.get("numpy")):
             kind, keys, position, has_gauss, cached = state_dict["numpy"]
             numpy.random.set_state((kind, keys.to(torch.uint32).numpy(), position, has_gauss, cached))
 
@@ -107,8 +104,7 @@ class RandomState:
         warnings.warn(f"{message}: rank {rank} reseeds its generators, with {seed}", stacklevel=2)
         torch.manual_seed(seed)
         random.seed(seed)
-        if "numpy" in sys.modules:
-            numpy: Any = import_module("numpy")
+        if numpy := sys.modules.get("numpy"):
             numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32])
 
 
@@ -166,11 +162,8 @@ def extra_shares(extra: Mapping[str, Any]) -> list[ExtraShare]:
 
 def claimed(shares: Sequence[ExtraShare], agreement: Agreement) -> list[ExtraShare]:
     """The shares, with `mine` set on the first rank that has each content. This takes as long as hashing them."""
-    result = []
-    for share in shares:
-        digest = _digest(share.form, share.pieces)
-        result.append(replace(share, digest=digest, mine=agreement.is_first(f"extra/{share.key}/{digest}")))
-    return result
+    hashed = [replace(share, digest=_digest(share.form, share.pieces)) for share in shares]
+    return [replace(each, mine=agreement.is_first(f"extra/{each.key}/{each.digest}")) for each in hashed]
 
 
 def _digest(form: Any, pieces: Sequence[Piece]) -> str:

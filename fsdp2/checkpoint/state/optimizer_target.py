@@ -13,7 +13,7 @@ from fsdp2._torch.shared import shard_dim, split_factor
 from fsdp2.checkpoint.io.pieces import StoredTensorInfo
 from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.schema.dtypes import DTYPES
-from fsdp2.checkpoint.schema.tree import at_path, canonical, decode
+from fsdp2.checkpoint.schema.tree import at_path, decode
 from fsdp2.checkpoint.state.model import checked, entry_of
 from fsdp2.checkpoint.state.optimizer import ALONE, NO_OPTIONS, check_plain, kinds_of, state_entry
 from fsdp2.errors import CorruptError, MismatchError
@@ -89,10 +89,12 @@ class OptimizerTarget:
         known = set(self.names.values())
         self.missing = [f"optimizer state of '{fqn}'" for fqn in sorted(known - options.keys())]
         self._fresh = [param for param, fqn in self.names.items() if fqn in options and fqn not in forms]
+        groups = {param: group for group in self.optimizer.param_groups for param in group["params"]}
         for param, fqn in self.names.items():
             if fqn in forms:
                 what = f"optimizer state of '{fqn}'"
-                self._states[param] = decode(forms[fqn], self._making(param, fqn, stored, options.get(fqn)), what)
+                making = self._making(param, fqn, stored, {**groups[param], **options.get(fqn, {})})
+                self._states[param] = decode(forms[fqn], making, what)
                 if not isinstance(self._states[param], dict):
                     raise CorruptError(f"{what} is not a dict")
         kinds = {kind for table in tables for kind in table["kinds"].values()}
@@ -115,7 +117,8 @@ class OptimizerTarget:
         for fqn, other in found[1:]:
             if other is found[0][1]:  # same group when saved
                 continue
-            if canonical(dict(sorted(other.items()))) != canonical(dict(sorted(found[0][1].items()))):
+            # As texts: 1 == 1.0 == True, and -0.0 == 0.0.
+            if repr(sorted(other.items())) != repr(sorted(found[0][1].items())):
                 raise MismatchError(
                     f"optimizer: '{found[0][0]}' and '{fqn}' are in one param group here and were saved with different "
                     f"options ({found[0][1]} and {other}). Make the param groups as they were."
@@ -123,14 +126,16 @@ class OptimizerTarget:
         return dict(found[0][1]) if found else {}
 
     def _making(
-        self, param: torch.Tensor, fqn: str, stored: Stored, options: Mapping[str, Any] | None
+        self, param: torch.Tensor, fqn: str, stored: Stored, options: Mapping[str, Any]
     ) -> Callable[[dict[str, Any]], Any]:
         """A function that returns the tensor for a note: the existing one, or a new one.
 
         Args:
-            options: the stored options of the parameter, which the optimizer will get.
+            options: those that the optimizer will have for the parameter. With `capturable` or `fused` torch's keep
+                step counters on the parameter's device.
         """
         like = entry_of(fqn, param, self.world, self.ranks)
+        on_device = options.get("capturable") or options.get("fused")
 
         def make(note: dict[str, Any]) -> Any:
             path = str(note["$tensor"])
@@ -141,7 +146,7 @@ class OptimizerTarget:
             tensor = at_path(self.optimizer.state.get(param, {}), path)
             if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 tensor = self._new(path, fqn, param, note.get("as"), info)
-            if name.startswith("step.") and not tensor.ndim and self._steps_on_device(param, options or {}):
+            if name.startswith("step.") and not tensor.ndim and on_device:
                 tensor = tensor.to(param.device)
             entry, _ = state_entry(name, tensor, like, self.world, self.ranks)
             self.entries[name] = checked(entry)
@@ -190,17 +195,6 @@ class OptimizerTarget:
     def _in_host_memory(self) -> set[torch.Tensor]:
         """The parameters whose state the device may have no room for."""
         return registered.optimizers.in_host_memory(self.optimizer)
-
-    def _steps_on_device(self, param: torch.Tensor, options: Mapping[str, Any]) -> bool:
-        """Whether the optimizer will keep step counters on the parameter's device, as torch's do with `capturable` or
-        `fused`. Stored options take precedence over the current ones."""
-        group = self._groups.get(param, {})
-        return any(bool(options.get(key, group.get(key))) for key in ("capturable", "fused"))
-
-    @cached_property
-    def _groups(self) -> dict[torch.Tensor, Mapping[str, Any]]:
-        """The param group of each parameter."""
-        return {param: group for group in self.optimizer.param_groups for param in group["params"]}
 
     def finish(self) -> None:
         """Give the optimizer its state and options. A parameter that had no state when saved has none afterwards."""

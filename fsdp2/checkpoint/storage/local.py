@@ -154,34 +154,27 @@ class LocalWriter:
     def write(self, offset: int, parts: Sequence[memoryview]) -> None:
         """Write these bytes one after the other from `offset`; where folders cannot be renamed, in order and without
         gaps. Whole pages bypass the page cache; pages that others may also write to go through it."""
-        with _naming(self._path):
-            self._write(offset, parts)
-
-    def _write(self, offset: int, parts: Sequence[memoryview]) -> None:
         end = offset + sum(part.nbytes for part in parts)
         first, last = -(-offset // PAGE) * PAGE, end // PAGE * PAGE
-        if self._direct is None or last - first < DIRECT_FROM:
-            self._write_cached(offset, parts)
-            return
-        head, rest = _split(parts, first - offset)
-        pages, tail = _split(rest, last - first)
-        if not self._direct.write(first, pages):
-            self._write_cached(first, pages)
-        self._write_cached(offset, head)
-        self._write_cached(last, tail)
+        with _naming(self._path):
+            if self._direct is None or last - first < DIRECT_FROM:
+                self._write_cached(offset, parts)
+                return
+            head, rest = _split(parts, first - offset)
+            pages, tail = _split(rest, last - first)
+            if not self._direct.write(first, pages):
+                self._write_cached(first, pages)
+            self._write_cached(offset, head)
+            self._write_cached(last, tail)
 
     def _write_cached(self, offset: int, parts: Sequence[memoryview]) -> None:
-        remaining = [part for part in parts if part.nbytes]
         first = offset
-        while remaining:
-            written = os.pwritev(self._fd, remaining[:512], offset)
-            if not written:
-                raise OSError(errno.EIO, "nothing could be written", self._path)
-            offset += written
-            while remaining and written >= remaining[0].nbytes:
-                written -= remaining.pop(0).nbytes
-            if written:
-                remaining[0] = remaining[0][written:]
+        for part in parts:
+            while part.nbytes:
+                written = os.pwritev(self._fd, [part], offset)
+                if not written:
+                    raise OSError(errno.EIO, "nothing could be written", self._path)
+                part, offset = part[written:], offset + written
         if sys.platform == "linux" and offset > first:
             # Start writing to the disk now: the pages are dirty, so this hint starts their write-back and drops
             # nothing. Otherwise the disk is idle until `finish`.

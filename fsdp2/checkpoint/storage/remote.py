@@ -22,8 +22,6 @@ __all__ = ["RemoteReader", "RemoteStorage"]
 # Other protocols show files that are still being written.
 OBJECT_STORES = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a"})
 
-REQUEST_BYTES = 16 << 20  # per read: large enough for throughput, small enough to be held beside its destination
-
 # A request that fails is sent again, after so many seconds and then twice as many each time. Some clients do that too,
 # for some errors.
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -158,9 +156,7 @@ class RemoteStorage:
             raise FileExistsError(EEXIST, f"{path}: is there already")
         self._call(path, lambda: self._fs.pipe_file(self._bare(path), content))
 
-    def write_note(self, path: str, content: bytes) -> None:
-        """See `LocalStorage`."""
-        self.write_all(path, content)
+    write_note = write_all
 
     def _created(self, path: str, content: bytes) -> bool:
         """Create a file in one request that fails if the file exists. Returns whether this is supported: old fsspec
@@ -256,12 +252,10 @@ class RemoteReader:
         end = offset + buffer.nbytes
         if end > self.size:
             raise self._too_short(self.size, end)
-        for start in range(offset, end, REQUEST_BYTES):
-            stop = min(start + REQUEST_BYTES, end)
-            data = _again(partial(self._read, start, stop))
-            if len(data) != stop - start:
-                raise self._too_short(start + len(data), end)
-            buffer[start - offset : stop - offset] = data
+        data = _again(partial(self._read, offset, end)) if buffer.nbytes else b""
+        if len(data) != buffer.nbytes:
+            raise self._too_short(offset + len(data), end)
+        buffer[:] = data
 
     def _read(self, start: int, stop: int) -> bytes:
         with _errors(self._path):

@@ -1,6 +1,6 @@
 """The command ``python -m fsdp2.checkpoint``. Layer: checkpoint.
 
-Exit codes: 0 success; 1 damaged; 2 invalid arguments, or there is no checkpoint; 130 interrupted.
+Exit codes: 0 success; 1 damaged; 2 invalid arguments, or there is no checkpoint.
 """
 
 import argparse
@@ -11,9 +11,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from fsdp2.checkpoint.opening import is_checkpoint
 from fsdp2.checkpoint.run.retention import checkpoints, prune
-from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import describe
 from fsdp2.checkpoint.tools.inspection import verify
@@ -21,7 +19,7 @@ from fsdp2.errors import CorruptError, FSDPError
 
 __all__ = ["main"]
 
-OK, DAMAGED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, DAMAGED, USAGE = 0, 1, 2
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -47,9 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = f"error: {error}".replace("overwrite=True", "--overwrite")
         sys.stderr.writelines(_clean(message.split("\n")))
         return DAMAGED if isinstance(error, CorruptError) else USAGE
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; nothing is left half done\n")
-        return INTERRUPTED
 
 
 def _clean(lines: Iterable[str]) -> Iterable[str]:
@@ -66,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp2.checkpoint",
         description="Look at, check, convert and thin out checkpoints. A FOLDER may be a URL (s3://...).",
-        epilog="Exit codes: 0 all is well, 1 damaged, 2 wrong call or no checkpoint, 130 interrupted.",
+        epilog="Exit codes: 0 all is well, 1 damaged, 2 wrong call or no checkpoint.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -99,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 def _each(folder: str, work: Callable[[str], Iterable[str]]) -> int:
     """Print what `work` says of a checkpoint, or of each one of a run."""
     code = OK
-    for one in [folder] if is_checkpoint(*storage_of(folder)) else checkpoints(folder) or [folder]:
+    for one in checkpoints(folder) or [folder]:
         try:
             _write(*work(one))
         except CorruptError as error:

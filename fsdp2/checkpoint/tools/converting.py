@@ -6,6 +6,7 @@ a chunk at a time, so a tensor larger than a few chunks is never in memory compl
 
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -16,7 +17,6 @@ from fsdp2.checkpoint.io.reading import BUFFER_BYTES
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.ranks.agreement import Agreement
 from fsdp2.checkpoint.ranks.world import World
-from fsdp2.checkpoint.run.committing import index_files
 from fsdp2.checkpoint.run.folders import free_name
 from fsdp2.checkpoint.saving import Job, SaveOptions
 from fsdp2.checkpoint.schema.checksum import BLOCK
@@ -77,17 +77,11 @@ def convert(
         raise ArgumentError(f"convert: dtype is a floating point type of 16 bits or more; got {dtype}")
     storage, path = storage_of(target)
     free_name(storage, path, overwrite)
-    catalog = open_catalog(*storage_of(source))
-    try:
+    if not storage.renames and storage.names(path):
+        raise CheckpointError(f"{path}: has files in it; convert to another folder, or delete what is there")
+    with closing(open_catalog(*storage_of(source))) as catalog:
         rows = _rows(catalog, to)
         homes: Homes = {"model": consolidated_homes("model", rows, max_file_bytes)}
-        # Without renames the folder may have a user's files, and consolidated files have no names of their own.
-        taken = {*homes["model"], *index_files(homes)}.intersection(storage.names(path))
-        if taken and not storage.renames:
-            raise CheckpointError(
-                f"{path}: has {', '.join(sorted(taken)[:3])}, which the conversion would write over. Convert to "
-                "another folder, or delete what is there."
-            )
         tilings = {"model": {name: (kind, replicated(shape, (0,))) for name, (kind, shape) in rows.items()}}
         values = {name: value for table in catalog.values.get("model", ()) for name, value in table.items()}
         table = table_of(tilings, {"model": catalog.aliases.get("model", {})}, {"model": values})
@@ -96,8 +90,6 @@ def convert(
         job = Job(storage, path, catalog.step, alone, agreement, options)
         pieces = {"model": [_piece(catalog, name, *row) for name, row in rows.items()]}
         job.run(uuid.uuid4().hex[:12], {"table": table, "sums": {}}, pieces, [], homes)
-    finally:
-        catalog.close()
     return path
 
 

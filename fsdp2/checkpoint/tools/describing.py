@@ -1,6 +1,7 @@
 """The content of a checkpoint of any supported format, without reading its values. Layer: checkpoint."""
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from math import prod
 
@@ -79,8 +80,7 @@ def describe(folder: Folder) -> Description:
 
         sizes = {tensor.name: tensor.nbytes for tensor in fsdp2.checkpoint.describe("runs/a/step-00001000").tensors}
     """
-    catalog = open_catalog(*storage_of(folder), files_are_there=False)
-    try:
+    with closing(open_catalog(*storage_of(folder), files_are_there=False)) as catalog:
         tensors = []
         for section, infos in catalog.tensors.items():
             names: dict[str, list[str]] = {}
@@ -101,5 +101,3 @@ def describe(folder: Folder) -> Description:
         files = {name: size for name, (size, _) in manifest.files.items()}
         about = (manifest.id, manifest.world, manifest.layout, files)
         return Description(*found, *about, ", ".join(kinds), extra)
-    finally:
-        catalog.close()

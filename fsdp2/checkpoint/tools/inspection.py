@@ -5,6 +5,7 @@ manifest, the files that it lists, their headers, that all parts of each tensor 
 """
 
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,15 +14,15 @@ import torch
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.memory import bytes_of
-from fsdp2.checkpoint.io.reading import BUFFER_BYTES, OpenFiles, PieceBytes
+from fsdp2.checkpoint.io.reading import BUFFER_BYTES, THREADS, OpenFiles, PieceBytes
 from fsdp2.checkpoint.io.workers import run_all
-from fsdp2.checkpoint.opening import not_replaced, open_catalog, until_not_replaced
+from fsdp2.checkpoint.opening import not_replaced, open_catalog
+from fsdp2.checkpoint.run.folders import TRIES
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
+from fsdp2.errors import ReplacedError
 from fsdp2.placement.box import whole
 
 __all__ = ["Report", "verify"]
-
-THREADS = 4
 
 
 @dataclass
@@ -60,21 +61,20 @@ def verify(folder: Folder) -> Report:
         good = fsdp2.checkpoint.latest("runs/a", valid=fsdp2.checkpoint.verify)
     """
     storage, path = storage_of(folder)
-    return until_not_replaced(partial(_verified, storage, path))
+    for _ in range(TRIES - 1):
+        with suppress(ReplacedError):
+            return _verified(storage, path)
+    return _verified(storage, path)
 
 
 def _verified(storage: Storage, path: str) -> Report:
-    catalog = open_catalog(storage, path)
-    report = Report(catalog.path, catalog.kind, sum(map(len, catalog.tensors.values())), catalog.left_out_texts())
-    try:
-        with not_replaced(storage, path, catalog):
-            if isinstance(catalog, NativeCatalog):
-                for file in catalog.manifest.files:
-                    (catalog.json_of if file.endswith(".json") else catalog.header_of)(file)
-            run_all(partial(_read, catalog.opened), _chunks(catalog, report), THREADS, "fsdp2-verify")
-        return report
-    finally:
-        catalog.close()
+    with closing(open_catalog(storage, path)) as catalog, not_replaced(storage, path, catalog):
+        report = Report(catalog.path, catalog.kind, sum(map(len, catalog.tensors.values())), catalog.left_out_texts())
+        if isinstance(catalog, NativeCatalog):
+            for file in catalog.manifest.files:
+                (catalog.json_of if file.endswith(".json") else catalog.header_of)(file)
+        run_all(partial(_read, catalog.opened), _chunks(catalog, report), THREADS, "fsdp2-verify")
+    return report
 
 
 def _chunks(catalog: Catalog, report: Report) -> Iterator[tuple[PieceBytes, int, int]]:
