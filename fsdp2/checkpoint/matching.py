@@ -127,7 +127,7 @@ class Matching:
         if optimizers:
             groups = [group for table in self.catalog.values.get("optimizer", ()) for group in table["groups"]]
             stored = dict.fromkeys(fqn for group in groups for fqn in group["params"])
-            self.unexpected += [f"optimizer state of '{fqn}'" for fqn in sorted(stored) if fqn not in held]
+            self.unexpected += [f"optimizer state of '{fqn}'" for fqn in stored if fqn not in held]
         elif isinstance(optimizer, Mapping):
             self._ask("optimizer", optimizer)
 

@@ -274,6 +274,7 @@ def test_a_manifest_cannot_change_an_optimizer_otherwise(tmp_path: Path) -> None
         lambda values: values["groups"][0]["options"].update(params=[]),
         lambda values: values["groups"][0]["options"].update(lr={"$tensor": "lr", "value": 1, "dtype": "save"}),
         lambda values: values["groups"][0].update(options=[1]),
+        lambda values: values["groups"][0]["params"].extend(["a", 5]),
         lambda values: values["states"]["weight"].update(exp_avg={"$tensor": 5}),
         lambda values: values["states"]["weight"].update(exp_avg={"$tensor": "step", "as": ["S99999"]}),
         lambda values: values["states"].update(weight=-1),
