@@ -69,6 +69,7 @@ test-device: $(INSTALLED)
 # The clients have an environment of their own: their versions must not bind ours.
 test-clients: $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python -m pytest tests/clients --durations=15 $(ARGS)
+	$(CLIENTS)/bin/python -m pytest tests/replicas -k torchft
 
 $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 	@$(PYTHON) -m venv $(CLIENTS)

@@ -83,6 +83,7 @@ from fsdp2.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from fsdp2.replicas import ReplicaManager, Replicas
 from fsdp2.transfer import Weights, weights
 from fsdp2.watch import exchange as _exchange  # noqa: F401
 from fsdp2.watch.settings import safety
@@ -111,6 +112,8 @@ __all__ = [
     "OrderError",
     "ReduceScatter",
     "ReplacedError",
+    "ReplicaManager",
+    "Replicas",
     "ShardPlacementResult",
     "StepError",
     "StepInBackward",

@@ -46,6 +46,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("compat.*",),
     ("plan.*",),
     ("trace.*",),
+    ("replicas.*",),
     ("transfer.*",),
     ("checkpoint.*",),
     ("checkpoint.run.*",),

@@ -1,0 +1,16 @@
+"""The store in which replicas meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.replicas.jobs import MeetingPlace
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    place = MeetingPlace()
+    yield place.address
+    place.close()
