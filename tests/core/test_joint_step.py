@@ -1,4 +1,4 @@
-"""One rank's exception is everybody's, and all go on with the next batch, bit for bit (docs/bad_batches.md)."""
+"""One rank's exception is everybody's, and all go on with the next batch, bit for bit (docs/unequal.md)."""
 
 from __future__ import annotations
 
