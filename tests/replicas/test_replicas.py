@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 
 import fsdp2
 from fsdp2 import ArgumentError, CollectiveError, OrderError, ReplicaManager, Replicas, UnsupportedError
+from fsdp2.replicas.rounds import Round
 from tests.helpers.ranks import on_ranks
 from tests.replicas.jobs import Config, Jobs, check_equal, net, replay, whole
 
@@ -69,6 +72,29 @@ def test_a_step_that_was_left_is_not_committed(rank: int, world_size: int, addre
     if rank == 1:
         manager.report_error(RuntimeError("of this rank alone"))
     assert not replicas.commit(), "on all ranks or on none"
+    manager.shutdown()
+
+
+@on_ranks(2)
+def test_a_step_without_which_others_went_on_is_not_committed(rank: int, world_size: int, address: str) -> None:
+    model, optimizer = sharded()
+    manager = manager_at(address)
+    replicas = Replicas(model, optimizer, manager)
+    replicas.begin()
+    model(torch.ones(1, 5)).sum().backward()
+    store = manager._rounds.store
+    before = store.get("round")
+    dist.barrier()
+    if rank == 0:
+        store.set("round", json.dumps(Round(99)))
+    assert not replicas.commit()
+    if rank == 0:
+        store.set("round", before)
+    closed: list[int] = []
+    manager._server.close = lambda: closed.append(replicas.step)  # type: ignore[method-assign]
+    replicas.begin()
+    model(torch.ones(1, 5)).sum().backward()
+    assert replicas.commit() and closed == [0], "transfers end before the optimizer's step"
     manager.shutdown()
 
 
