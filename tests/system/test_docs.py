@@ -291,17 +291,17 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
 
 def test_versions_of_clients() -> None:
-    """docs/clients.md names the versions that `make test-clients` installs, in its table."""
+    """docs/compat.md names the versions that `make test-clients` installs, in its table."""
     pins = dict(
         line.lower().split("==") for line in (ROOT / "constraints-clients.txt").read_text().split() if "==" in line
     )
-    text = (ROOT / "docs" / "clients.md").read_text()
+    text = (ROOT / "docs" / "compat.md").read_text()
     rows = dict(re.findall(r"^\| ([\w.-]+) \| (?:torch )?(\d[\d.]*)", text, re.MULTILINE))
     clients = {"torchtitan", "accelerate", "transformers", "trl", "lightning", "torchtune", "peft", "torchao"}
     assert clients | {"torch.distributed.pipelining", "torch.distributed.checkpoint"} <= {name.lower() for name in rows}
     named = [(name.lower(), version) for name, version in rows.items()]
     wrong = [(name, version) for name, version in named if name in pins and pins[name] != version]
-    assert not wrong, f"docs/clients.md names {wrong}; constraints-clients.txt has {[pins[name] for name, _ in wrong]}"
+    assert not wrong, f"docs/compat.md names {wrong}; constraints-clients.txt has {[pins[name] for name, _ in wrong]}"
 
 
 def test_what_the_picture_of_the_design_names_exists() -> None:
