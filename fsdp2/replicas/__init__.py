@@ -1,7 +1,7 @@
 """Replicas that die and rejoin: jobs of their own, each with a whole model over its ranks, that average gradients.
 
 `Replicas` stands in the training loop, a manager decides who takes part in a step: `ReplicaManager`, or torchft's. See
-docs/replicas.md.
+docs/unequal.md.
 """
 
 from fsdp2.replicas.manager import ReplicaManager
