@@ -217,8 +217,7 @@ HOSTILE: list[Callable[[], Any]] = [
     *(lambda value=value: copy.deepcopy(value) for value in ({"$tensor": "x"}, {"$tensor": 5}, {"$tensor": []})),
     *(lambda value=value: copy.deepcopy(value) for value in ({"$dict": [[[], 1]]}, {"$dict": 5}, {"$tuple": 3})),
     *(lambda value=value: copy.deepcopy(value) for value in ({"$float": "x"}, {"$what": 1})),
-    *(lambda value=value: copy.deepcopy(value) for value in ({"$ordered": [1]}, {"$counter": 5}, {"$numpy": []})),
-    *(lambda value=value: copy.deepcopy(value) for value in ({"$numpy": ["int8", 999]}, {"$numpy": [["int8"], 1]})),
+    *(lambda value=value: copy.deepcopy(value) for value in ({"$ordered": [1]}, {"$counter": 5})),
     *(lambda value=value: copy.deepcopy(value) for value in ({"$tensor": "a/b", "as": "local"}, {"params": [1]})),
     *(lambda levels=levels, kind=kind: deep(levels, kind) for levels in (50, 300, 900) for kind in ("list", "a")),
     *(lambda levels=levels: deep(levels, "$tuple") for levels in (300, 900)),
@@ -329,12 +328,6 @@ def guarded(root: Path) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
-TOOLS: list[Callable[[Path, Path], Any]] = [
-    lambda folder, sound: checkpoint.describe(folder),
-    lambda folder, sound: checkpoint.verify(folder),
-]
-
-
 def run_case(corpus: Corpus, case: int) -> str | None:
     """One case; what is wrong, or None."""
     chance = random.Random(case)
@@ -355,9 +348,9 @@ def run_case(corpus: Corpus, case: int) -> str | None:
         with suppress(FSDPError):
             same = load(folder, kind)
         # The tools read manifests that `load` refuses, or does not look at as a whole.
-        for tool in TOOLS:
+        for tool in (checkpoint.describe, checkpoint.verify):
             with suppress(FSDPError):
-                tool(folder, corpus.folders[kind])
+                tool(folder)
         sound = same is None or not must_be_equal or same()
     except Hang:
         return f"{told}: hangs"
@@ -372,12 +365,12 @@ def run_case(corpus: Corpus, case: int) -> str | None:
 
 
 def fuzz(corpus: Corpus, first: int, seconds: float, stop_after: int = 20) -> tuple[int, list[str]]:
-    """Run cases from `first` on; (how many, what was wrong)."""
+    """Run cases from `first` on, at least one; (how many, what was wrong)."""
     problems: list[str] = []
     end = time.monotonic() + seconds
     case = first
     with guarded(corpus.root):
-        while time.monotonic() < end and len(problems) < stop_after:
+        while case == first or (time.monotonic() < end and len(problems) < stop_after):
             problem = run_case(corpus, case)
             if problem is not None:
                 problems.append(problem)
@@ -389,20 +382,12 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description="fuzz the reader of checkpoints")
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, help="number of the first case; random if not given")
     parser.add_argument("--case", type=int, help="run this case alone")
     options = parser.parse_args()
-    first = options.case if options.case is not None else options.seed
-    if first is None:
-        first = random.SystemRandom().randrange(1 << 40)
+    first = random.SystemRandom().randrange(1 << 40) if options.case is None else options.case
     with tempfile.TemporaryDirectory(prefix="fuzz") as root:
-        corpus = Corpus(Path(root).resolve())
-        if options.case is not None:
-            with guarded(corpus.root):
-                problem = run_case(corpus, options.case)
-            count, problems = 1, [problem] if problem else []
-        else:
-            count, problems = fuzz(corpus, first, options.seconds)
+        seconds = options.seconds if options.case is None else 0
+        count, problems = fuzz(Corpus(Path(root).resolve()), first, seconds)
     for problem in problems:
         print(problem)
     print(f"{count} cases from {first}: {len(problems)} problems")

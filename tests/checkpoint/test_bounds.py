@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import subprocess
 import sys
 import zipfile
@@ -17,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from fsdp2 import checkpoint
 from fsdp2.errors import CorruptError
-from tests.helpers.dcp_saves import save_dcp
-from tests.helpers.hostile_checkpoints import MANIFEST, edit_body
+from tests.helpers.dcp_saves import change_metadata, save_dcp
+from tests.helpers.hostile_checkpoints import MANIFEST, adam, edit_body
 
 # Whatever a file claims, and for each byte that it has on the disk; see SECURITY.md.
 FIXED = 640 << 20
@@ -45,22 +44,14 @@ print(json.dumps([(after.ru_maxrss - before.ru_maxrss) * 1024, after.ru_utime - 
 """
 
 
-def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = torch.nn.Linear(4, 3)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
 def ours(folder: Path, **options: Any) -> Path:
-    model, optimizer = trained()
+    model, optimizer = adam()
     checkpoint.save(folder, model=model, optimizer=optimizer, **options)
     return folder
 
 
 def by_torch(folder: Path) -> Path:
-    states = dict(zip(("model", "optimizer"), get_state_dict(*trained()), strict=True))
+    states = dict(zip(("model", "optimizer"), get_state_dict(*adam()), strict=True))
     return save_dcp(folder, {**states, "note": {"a": 1}})
 
 
@@ -68,12 +59,6 @@ def grow(path: Path, size: int) -> None:
     """To that size, without memory on the disk."""
     with path.open("ab") as file:
         file.truncate(size)
-
-
-def change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    change(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def compressed_byteorder(folder: Path) -> None:
@@ -172,4 +157,4 @@ def test_claims_that_the_folder_cannot_hold(tmp_path: Path) -> None:
     folder = by_torch(tmp_path / "a")
     absurd_shapes(folder)
     with pytest.raises(CorruptError, match=r"weight.* is F32 \[524288, 524288\], and all files have"):
-        checkpoint.load(folder, model=trained()[0])
+        checkpoint.load(folder, model=adam()[0])

@@ -22,6 +22,7 @@ from fsdp2.checkpoint.tools.describing import describe
 from fsdp2.checkpoint.tools.inspection import verify
 from fsdp2.errors import CorruptError
 from tests.helpers.checkpoint_cases import value_of
+from tests.helpers.hostile_checkpoints import flip
 from tests.helpers.ranks import run_on_ranks
 
 MODEL, OPTIMIZER = (f"{kind}-rank-00001-of-00003.safetensors" for kind in ("model", "optimizer"))
@@ -73,13 +74,6 @@ def cli(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
     capsys.readouterr()
     code = main([str(arg) for arg in args])
     return code, capsys.readouterr().out
-
-
-def flip(file: Path, *places: int) -> None:
-    data = bytearray(file.read_bytes())
-    for at in places:
-        data[at] ^= 1
-    file.write_bytes(data)
 
 
 # --- describe ---------------------------------------------------------------------------------------------------------

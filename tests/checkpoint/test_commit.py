@@ -241,11 +241,6 @@ def test_killed_while_replacing_beside_older_ones(stale: list[str], tmp_path: Pa
 # --- a manifest that could not be read --------------------------------------------------------------------------------
 
 
-def assert_nothing_was_saved(tmp_path: Path) -> None:
-    assert checkpoint.checkpoints(tmp_path) == []
-    assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob(MANIFEST))
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize("kind", ["damaged", "too large", "deep"])
 def test_a_manifest_that_could_not_be_read_is_not_written(
@@ -271,7 +266,8 @@ def test_a_manifest_that_could_not_be_read_is_not_written(
         ):
             save(tmp_path, 1.0, step=1)
         dist.barrier()
-    assert_nothing_was_saved(tmp_path)
+    assert checkpoint.checkpoints(tmp_path) == []
+    assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob(MANIFEST))
     save(tmp_path, 2.0, step=1)
     assert value_at(tmp_path / "step-00000001") == 2.0
 

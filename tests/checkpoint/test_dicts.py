@@ -20,6 +20,7 @@ from tests.helpers.checkpoint_cases import (
     Block,
     assert_bits,
     assert_part,
+    by_form,
     check,
     filled,
     mesh_of,
@@ -32,10 +33,6 @@ from tests.helpers.checkpoint_cases import (
     with_state,
 )
 from tests.helpers.ranks import on_ranks, run_on_ranks
-
-FORMS: list[dict[str, Any]] = [{}, {"consolidated": True}]
-by_form = pytest.mark.parametrize("options", FORMS, ids=["ranks", "consolidated"])
-
 
 # --- plain state dicts ------------------------------------------------------------------------------------------------
 
@@ -75,14 +72,8 @@ def test_values_in_a_plain_dict(rank: int, world_size: int, tmp_path: Path) -> N
         "scalar": torch.tensor(2),
     }
     fc.save(tmp_path / "a", model=saved)
-    state: dict[str, Any] = {
-        "weight": torch.zeros(3),
-        "epoch": 0,
-        "best": 0.0,
-        "tag": None,
-        "scalar": torch.tensor(0),
-    }
-    weight = state["weight"]
+    weight = torch.zeros(3)
+    state: dict[str, Any] = {**dict.fromkeys(saved), "weight": weight, "scalar": torch.tensor(0)}
     fc.load(tmp_path / "a", model=state)
     assert state["weight"] is weight
     assert torch.equal(weight, saved["weight"])

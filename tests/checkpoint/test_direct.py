@@ -34,13 +34,9 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     if opened is None:
         pytest.skip("the temporary folder is on no disk, or on one without direct writes")
     opened.close()
-    every_page(monkeypatch)
-    return tmp_path
-
-
-def every_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "DIRECT_FROM", PAGE)
     monkeypatch.setattr(direct, "PIECE", 3 * PAGE)
+    return tmp_path
 
 
 class Writes:

@@ -23,16 +23,12 @@ from fsdp2 import CheckpointError, checkpoint
 from fsdp2.checkpoint import saving
 from fsdp2.checkpoint.run import committing
 from tests.helpers.mortal_ranks import Case, Kill, Outcome, begin, run_cases
-from tests.helpers.mortal_saves import RANKS, check, save, tensors
+from tests.helpers.mortal_saves import RANKS, check, first, save, tensors
 from tests.helpers.source_tree import ROOT
 
 
 def run(body: Callable[..., Any], *args: Any, **options: Any) -> list[Outcome]:
     return run_cases([Case(body, RANKS, args, **options)])[0]
-
-
-def first(rank: int, root: str) -> None:
-    save(root, 1, rank, init_device_mesh("cpu", (RANKS,)), timeout_s=30)
 
 
 def retry(rank: int, root: str, step: int = 2) -> None:
@@ -148,76 +144,48 @@ def test_the_last_one_fails(tmp_path: Path, call: str) -> None:
     assert_all_ok(run(retry, root))
 
 
-def on_read_only_disk(rank: int, root: str) -> None:
-    save(root, 2, rank, init_device_mesh("cpu", (RANKS,)), timeout_s=10)
-
-
-def test_a_file_where_the_run_should_be(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("precious")
-    outcomes = run(on_read_only_disk, str(tmp_path / "run"))
-    assert all(outcome.raised("OSError") or outcome.raised("CheckpointError") for outcome in outcomes), outcomes
-    assert (tmp_path / "run").read_text() == "precious"
-
-
 # --- ranks that do not agree ------------------------------------------------------------------------------------------
 
 WAITING = ("step", "a rank that raises before")  # where ranks wait for others in vain
+
+# About what: (what the error says, what a rank changes in the arguments and the state that it saves).
+DISAGREEMENTS: dict[str, tuple[str, Callable[[int, dict[str, Any], dict[str, Any]], object]]] = {
+    "step": (r"ranks? \d have not", lambda rank, options, state: options.update(step=2 + rank)),
+    "an option": ("overwrite", lambda rank, options, state: options.update(overwrite=rank == 1)),
+    "layout": ("consolidated|different tensors", lambda rank, options, state: options.update(consolidated=rank == 1)),
+    "size of files": (
+        "max_file_bytes",
+        lambda rank, options, state: options.update(consolidated=True, max_file_bytes=100 + 1000 * rank),
+    ),
+    "names": ("'all'", lambda rank, options, state: rank and state.pop("all")),
+    "a sharded name": ("'rows'", lambda rank, options, state: rank and state.pop("rows")),
+    "shapes": ("'all'", lambda rank, options, state: rank and state.update(all=torch.zeros(8))),
+    "dtypes": ("'all'", lambda rank, options, state: rank and state.update(all=state["all"].double())),
+    "sections": ("'m'", lambda rank, options, state: rank and options.update(optimizer={"m": torch.zeros(2)})),
+    "the disk": ("shared folder", lambda rank, options, state: options.update(folder=f"{options['folder']} of {rank}")),
+    "a value that cannot be saved": (
+        "'a'",
+        lambda rank, options, state: rank and options.update(extra={"a": object()}),
+    ),
+    "a rank that raises before": (r"ranks? 1 have not", lambda rank, options, state: rank and options.pop("today")),
+}
 
 
 def disagreeing(rank: int, root: str, about: str) -> float:
     """Save step 2, but this rank's way; how long it took to fail."""
     mesh = init_device_mesh("cpu", (RANKS,))
     # Where all come, nobody waits as long, unless a busy machine stops a rank, or the store, for seconds.
-    options: dict[str, Any] = {"timeout_s": 3 if about in WAITING else 20, "step": 2, "extra": {"a": 1}}
+    timeout_s = 3 if about in WAITING else 20
+    options: dict[str, Any] = {"folder": root, "timeout_s": timeout_s, "step": 2, "extra": {"a": 1}}
     state = tensors(2, mesh)
-    other = rank == 1
-    if about == "step":
-        options["step"] = 2 + rank
-    elif about == "an option":
-        options["overwrite"] = other
-    elif about == "layout":
-        options["consolidated"] = other
-    elif about == "size of files":
-        options.update(consolidated=True, max_file_bytes=100 + 1000 * rank)
-    elif about == "names" and other:
-        del state["all"]
-    elif about == "a sharded name" and other:
-        del state["rows"]
-    elif about == "shapes" and other:
-        state["all"] = torch.zeros(8)
-    elif about == "dtypes" and other:
-        state["all"] = state["all"].double()
-    elif about == "sections" and other:
-        options["optimizer"] = {"m": torch.zeros(2)}
-    elif about == "the disk":
-        root = os.path.join(os.path.dirname(root), f"disk of {rank}")
-    elif about == "a value that cannot be saved" and other:
-        options["extra"] = {"a": object()}
-    elif about == "a rank that raises before" and other:
-        raise ValueError("not today")
+    DISAGREEMENTS[about][1](rank, options, state)
     begun = time.monotonic()
     try:
-        checkpoint.save(root, model=state, **options)
+        checkpoint.save(model=state, **options)
     except Exception as error:
         error.args = (f"{time.monotonic() - begun:.2f} s: {error}",)
         raise
     return time.monotonic() - begun
-
-
-DISAGREEMENTS = {
-    "step": r"ranks? \d have not",
-    "an option": "overwrite",
-    "layout": "consolidated|different tensors",
-    "size of files": "max_file_bytes",
-    "names": "'all'",
-    "a sharded name": "'rows'",
-    "shapes": "'all'",
-    "dtypes": "'all'",
-    "sections": "'m'",
-    "the disk": "shared folder",
-    "a value that cannot be saved": "'a'",
-    "a rank that raises before": r"ranks? 1 have not",
-}
 
 
 @pytest.mark.sampled
@@ -232,8 +200,8 @@ def test_ranks_that_disagree(tmp_path: Path, about: str) -> None:
             continue
         assert outcome.raised("FSDPError"), outcomes
         assert float(outcome.text.split()[0]) < 30, outcome  # it did not hang
-        assert re.search(DISAGREEMENTS[about], outcome.text), outcome
-    for folder in tmp_path.glob("disk of *"):
+        assert re.search(DISAGREEMENTS[about][0], outcome.text), outcome
+    for folder in tmp_path.glob("run of *"):
         assert checkpoint.checkpoints(folder) == []
     assert_all_ok(run(retry, root))
 
@@ -354,9 +322,6 @@ if how == "interrupted":
     time.sleep(60)  # until then
 elif how == "raises":
     raise ValueError("in training")
-elif how == "told":
-    try: handle.wait()
-    except checkpoint.save.__globals__["CheckpointError"]: pass
 print("end of script")
 """
 

@@ -48,15 +48,11 @@ def folder(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "run" / sound.name))
 
 
-def files_of(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
-
-
 def needed(folder: Path) -> list[Path]:
     """Those that are read here: not the index for Hugging Face, nor the extra state of each of two ranks."""
     return [
         path
-        for path in files_of(folder)
+        for path in sorted(folder.iterdir())
         if not path.name.endswith("index.json") and not ("extra" in path.name and "of-00002" in path.name)
     ]
 
@@ -176,9 +172,6 @@ def test_a_manifest_with_too_few_files(folder: Path) -> None:
         (folder / MANIFEST).write_bytes(manifest)
 
 
-# --- what does not fit ------------------------------------------------------------------------------------------------
-
-
 # --- what is refused before anything is written -----------------------------------------------------------------------
 
 
@@ -201,6 +194,9 @@ def test_a_folder_that_is_taken(tmp_path: Path, taken: str) -> None:
     before = state_of(tmp_path)
     with pytest.raises(CheckpointError, match=r"best|thesis"):
         whole(path, overwrite=True)
+    if taken == "a file":
+        with pytest.raises(OSError, match="best"):
+            whole(path, step=1)
     assert state_of(tmp_path) == before
 
 
@@ -271,14 +267,13 @@ def test_nothing_counts_before_it_is_durable(tmp_path: Path, monkeypatch: pytest
 
 def test_a_header_that_says_another_dtype(folder: Path) -> None:
     """With all checksums right: what is an integer there must not come out as a float here."""
-    for path in files_of(folder):
-        if path.name.startswith("model") and path.suffix == ".safetensors":
-            edit_header(
-                path, lambda header: [row.update(dtype="I32") for row in header.values() if _is_f32(row)] and None
-            )
+
+    def change(header: dict[str, Any]) -> None:
+        for row in header.values():
+            if row.get("dtype") == "F32":
+                row["dtype"] = "I32"
+
+    for path in folder.glob("model*.safetensors"):
+        edit_header(path, change)
     with pytest.raises(CorruptError, match="embed"):
         load(folder, strict=False)
-
-
-def _is_f32(row: dict[str, Any]) -> bool:
-    return row.get("dtype") == "F32"

@@ -78,17 +78,6 @@ def test_what_lies_beside_a_checkpoint_is_not_deleted(rank: int, world_size: int
     assert (tmp_path / "a" / beside).exists()
 
 
-@on_ranks(2)
-def test_steps_are_refused_and_overwritten_alike(rank: int, world_size: int, tmp_path: Path) -> None:
-    fc.save(tmp_path, extra={"version": 1}, step=7)
-    with pytest.raises(CheckpointError, match=r"step-00000007"):
-        fc.save(tmp_path, extra={"version": 2}, step=7)
-    fc.save(tmp_path, extra={"version": 2}, step=7, overwrite=True)
-    dist.barrier()  # the rank that finishes the save is also the one that cleans up
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
-    assert fc.load(tmp_path / "step-00000007").extra == {"version": 2}
-
-
 # --- in the background ------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fsdp2
 from fsdp2 import ArgumentError, checkpoint
@@ -39,9 +39,6 @@ class Scaled(nn.Module):
         super()._load_from_state_dict(state, prefix, *others)
         if self.how == "method":
             self.derive(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.T * self.scale + self.bias
 
 
 def sharded(how: str) -> Any:

@@ -126,17 +126,6 @@ def test_extra_state_that_is_a_tensor(tmp_path: Path) -> None:
     assert other.kept.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("state", [{"a": {"b": 1}}, (1, "a", None)])
-def test_extra_state_that_is_no_tensor(tmp_path: Path, state: Any) -> None:
-    """It is named, and the rest can be loaded."""
-    folder = save_dcp(tmp_path / "dcp", {"model": Kept(state).state_dict()})
-    other = Kept(0)
-    with pytest.raises(MismatchError, match=r"missing in the checkpoint: model '_extra_state'"):
-        checkpoint.load(folder, model=other)
-    (missing,) = checkpoint.load(folder, model=other, strict=False).missing
-    assert missing.startswith("model '_extra_state'")
-
-
 def test_permuted_tensors_are_refused(tmp_path: Path) -> None:
     folder = save_dcp(tmp_path / "dcp", {"w": torch.arange(6.0).view(2, 3).t(), "b": torch.zeros(2, 3)})
     with pytest.raises(UnsupportedError, match=r"is stored with strides \[1, 3\]; .* make it contiguous"):

@@ -18,7 +18,7 @@ import torch
 from fsdp2 import checkpoint
 from fsdp2.checkpoint.formats.unpickling import Note, unpickle
 from fsdp2.errors import CorruptError, FSDPError, UnsupportedError
-from tests.helpers.dcp_saves import save_dcp
+from tests.helpers.dcp_saves import change_metadata, save_dcp
 
 
 class Evil:
@@ -46,12 +46,6 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 def is_right(found: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(found[name], value) for name, value in STATE.items())
-
-
-def change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    change(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 @pytest.mark.parametrize("place", ["planner_data", "storage_meta", "version", "state_dict_metadata", "storage_data"])
@@ -114,34 +108,22 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
         loaded(folder)
 
 
-def grow(metadata: Any) -> None:
-    metadata.state_dict_metadata["model.a"].chunks[0].sizes = torch.Size((4, 4))
+def chunks(metadata: Any) -> list[Any]:
+    return metadata.state_dict_metadata["model.a"].chunks
 
 
-def shift(metadata: Any) -> None:
-    next(info for index, info in metadata.storage_data.items() if index.fqn == "model.a").offset += 64
-
-
-def beyond(metadata: Any) -> None:
-    next(info for index, info in metadata.storage_data.items() if index.fqn == "model.a").length = 1 << 62
-
-
-def drop(metadata: Any) -> None:
-    metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn != "model.a"}
-
-
-def lose_chunk(metadata: Any) -> None:
-    metadata.state_dict_metadata["model.a"].chunks.clear()
+def place(metadata: Any) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == "model.a")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (grow, "has a part"),
-        (shift, "torch.save"),
-        (beyond, "should be a file of torch.save"),
-        (drop, "does not say where 'model.a'"),
-        (lose_chunk, "hold 0 of 12 elements"),
+        (lambda metadata: setattr(chunks(metadata)[0], "sizes", torch.Size((4, 4))), "has a part"),
+        (lambda metadata: setattr(place(metadata), "offset", place(metadata).offset + 64), "torch.save"),
+        (lambda metadata: setattr(place(metadata), "length", 1 << 62), "should be a file of torch.save"),
+        (lambda metadata: metadata.storage_data.clear(), "does not say where 'model.a'"),
+        (lambda metadata: chunks(metadata).clear(), "hold 0 of 12 elements"),
         (lambda metadata: setattr(metadata, "state_dict_metadata", None), "is malformed"),
         (lambda metadata: metadata.state_dict_metadata.update({"model.a": "x"}), "is malformed"),
     ],

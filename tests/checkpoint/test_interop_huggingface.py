@@ -81,22 +81,12 @@ def test_torch_files(tmp_path: Path) -> None:
     check(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "..", "a/b.safetensors", "", None, 3, ["x"]])
-def test_an_index_cannot_lead_outside(tmp_path: Path, file: Any) -> None:
-    write_two(tmp_path / "model", **{"1.weight": file})
-    save_file(STATE, tmp_path / "secret")
-    with pytest.raises(CorruptError, match="cannot be a file of a checkpoint"):
-        check(tmp_path / "model")
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("[]", "has no weight_map"),
         ('{"weight_map": []}', "has no weight_map"),
         ("{", "not valid JSON"),
-        ('{"weight_map": {"a": "x", "a": "y"}}', "twice"),
-        ("[" * 100_000, "not valid JSON"),
         ('{"weight_map": {"0.weight": "model-00009-of-00002.safetensors"}}', "is missing"),
         ('{"weight_map": {"other": "model-00001-of-00002.safetensors"}}', "has no 'other'"),
     ],

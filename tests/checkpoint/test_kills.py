@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2 import checkpoint
 from fsdp2.checkpoint.ranks import agreement
 from tests.helpers.mortal_ranks import Case, Kill, Outcome, begin, run_cases
-from tests.helpers.mortal_saves import RANKS, TIMEOUT_S, check, save, tensors
+from tests.helpers.mortal_saves import RANKS, TIMEOUT_S, check, first, save
 
 # Hundreds of processes: seconds on an idle machine, and a busy one may need minutes.
 pytestmark = pytest.mark.timeout(600)
@@ -117,25 +117,9 @@ def attempt(
     mesh = init_device_mesh("cpu", (RANKS,))
     state = {"timeout_s": TIMEOUT_S, **options}
     steps = Steps(last if rank == victim else None, late=0.4 * state["timeout_s"] if rank == committer else 0.0)
-    if state.get("overwrite"):
-        save_again(root, rank, mesh, steps, state)
-    else:
-        with steps.watched():
-            save(root, 2, rank, mesh, **state)
-    return steps.names
-
-
-def save_again(root: str, rank: int, mesh: DeviceMesh, steps: Steps, options: dict[str, Any]) -> None:
-    """Replace the checkpoint of step 1 by one with the values of step 2."""
-    folder = os.path.join(root, "step-00000001")
-    extra = {"data": {"position": 2, "rank": rank, "seed": torch.tensor([2, rank])}, "name": "run 2"}
-    state = tensors(2, mesh)
     with steps.watched():
-        checkpoint.save(folder, model=state, optimizer={"moment": state["rows"]}, extra=extra, **options)
-
-
-def first(rank: int, root: str) -> None:
-    save(root, 1, rank, init_device_mesh("cpu", (RANKS,)), timeout_s=30)
+        save(root, 1 if state.get("overwrite") else 2, rank, mesh, values=2, **state)
+    return steps.names
 
 
 def aftermath(rank: int, roots: list[str], overwrite: bool) -> list[bool | str]:

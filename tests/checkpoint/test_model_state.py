@@ -31,9 +31,6 @@ class Counting(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         self.counts = state.float()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight.sum()
-
 
 class Head(nn.Module):
     """Two weights, or one with two names, in either order."""

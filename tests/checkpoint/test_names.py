@@ -20,12 +20,6 @@ def test_two_tensors_under_one_name(tmp_path: Path) -> None:
         checkpoint.save(tmp_path / "a", extra=extra)
 
 
-def test_keys_one_and_its_text(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "a", extra={"a": {1: torch.zeros(2), "1": torch.ones(2)}})
-    found = checkpoint.load(tmp_path / "a").extra["a"]
-    assert found[1].eq(0).all() and found["1"].eq(1).all()
-
-
 @pytest.mark.parametrize("name", ["__metadata__", "half \ud800", "\udfff"], ids=ascii)
 def test_names_that_files_cannot_hold(name: str, tmp_path: Path) -> None:
     """A tensor called ``__metadata__`` was saved in place of what the file says of itself, and never loaded; half a

@@ -24,10 +24,6 @@ from tests.helpers.ranks import on_ranks, run_on_ranks
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
-def of(kind: Any, **options: Any) -> Make:
-    return functools.partial(kind, **options)
-
-
 def local_adamw(params: Any) -> torch.optim.Optimizer:
     return local_optimizer(torch.optim.AdamW, params, lr=0.01, amsgrad=True)
 
@@ -63,21 +59,21 @@ class Master(torch.optim.Optimizer):
 
 
 OPTIMIZERS: dict[str, Make] = {
-    "sgd": of(torch.optim.SGD, lr=0.1),
-    "momentum": of(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-    "adam": of(torch.optim.Adam, lr=0.01, foreach=False),
-    "adamw_foreach": of(torch.optim.AdamW, lr=0.01, foreach=True),
-    "adamw_fused": of(torch.optim.AdamW, lr=0.01, fused=True),
-    "amsgrad": of(torch.optim.AdamW, lr=0.01, amsgrad=True, maximize=True),
-    "adagrad": of(torch.optim.Adagrad, lr=0.01, initial_accumulator_value=0.25),
-    "adadelta": of(torch.optim.Adadelta),
-    "adamax": of(torch.optim.Adamax),
-    "asgd": of(torch.optim.ASGD),
-    "nadam": of(torch.optim.NAdam),
-    "radam": of(torch.optim.RAdam),
-    "rmsprop": of(torch.optim.RMSprop, centered=True, momentum=0.5),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": functools.partial(torch.optim.Adam, lr=0.01, foreach=False),
+    "adamw_foreach": functools.partial(torch.optim.AdamW, lr=0.01, foreach=True),
+    "adamw_fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "amsgrad": functools.partial(torch.optim.AdamW, lr=0.01, amsgrad=True, maximize=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.01, initial_accumulator_value=0.25),
+    "adadelta": functools.partial(torch.optim.Adadelta),
+    "adamax": functools.partial(torch.optim.Adamax),
+    "asgd": functools.partial(torch.optim.ASGD),
+    "nadam": functools.partial(torch.optim.NAdam),
+    "radam": functools.partial(torch.optim.RAdam),
+    "rmsprop": functools.partial(torch.optim.RMSprop, centered=True, momentum=0.5),
     "rprop": local_rprop,
-    "adafactor": of(torch.optim.Adafactor),
+    "adafactor": functools.partial(torch.optim.Adafactor),
     "local": local_adamw,
     "master": Master,
 }

@@ -17,6 +17,7 @@ from fsdp2.checkpoint.run.folders import _is_stale, sweep
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.checkpoint.tools.cli import main
+from tests.helpers.hostile_checkpoints import flip
 
 
 def save(root: Path, step: int, value: float | None = None, **options: Any) -> None:
@@ -35,17 +36,19 @@ def steps(root: Path) -> list[int]:
     return [int(folder.rpartition("-")[2]) for folder in checkpoint.checkpoints(root)]
 
 
-def flip(root: Path, step: int) -> None:
-    """One bit of the values."""
-    file = next((root / f"step-{step:08d}").glob("model-*"))
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 4
-    file.write_bytes(content)
-
-
 def saved_at(root: Path, times: dict[int, int]) -> None:
     for step, when in times.items():
         os.utime(root / f"step-{step:08d}" / MANIFEST, (when, when))
+
+
+def replaced(root: Path) -> Path:
+    """Step 1 was set aside, and another save has its name; the place of the old one."""
+    save(root, 1)
+    aside = root / ".old-step-00000001-0123456789ab"
+    (root / "step-00000001").rename(aside)
+    save(root / "other", 1, value=2.0)
+    (root / "other" / "step-00000001").rename(root / "step-00000001")
+    return aside
 
 
 # --- what stays -------------------------------------------------------------------------------------------------------
@@ -55,7 +58,7 @@ def test_a_flipped_bit_in_the_newest(tmp_path: Path) -> None:
     """The sound ones were deleted for it. It shows only when all is read."""
     for step in (1, 2, 3):
         save(tmp_path, step)
-    flip(tmp_path, 3)
+    flip(next((tmp_path / "step-00000003").glob("model-*")), -9)
     assert checkpoint.prune(tmp_path, keep=1, valid=checkpoint.verify) == [str(tmp_path / "step-00000001")]
     assert steps(tmp_path) == [2, 3]
     assert checkpoint.latest(tmp_path, valid=checkpoint.verify) == str(tmp_path / "step-00000002")
@@ -191,11 +194,7 @@ def test_killed_between_any_two_changes(last: int, tmp_path: Path, monkeypatch: 
 
 def test_what_was_replaced_goes_only_for_a_whole_successor(tmp_path: Path) -> None:
     """Its manifest alone was looked at."""
-    save(tmp_path, 1)
-    aside = tmp_path / ".old-step-00000001-0123456789ab"
-    (tmp_path / "step-00000001").rename(aside)
-    save(tmp_path / "other", 1, value=2.0)
-    (tmp_path / "other" / "step-00000001").rename(tmp_path / "step-00000001")
+    aside = replaced(tmp_path)
     next((tmp_path / "step-00000001").glob("model-*")).unlink()
     for path in (*aside.iterdir(), aside):
         os.utime(path, (1, 1))
@@ -205,10 +204,7 @@ def test_what_was_replaced_goes_only_for_a_whole_successor(tmp_path: Path) -> No
 
 def test_what_a_pruned_one_replaced_goes_with_it(tmp_path: Path) -> None:
     """Otherwise the older save would be found under that name again."""
-    save(tmp_path, 1)
-    (tmp_path / "step-00000001").rename(tmp_path / ".old-step-00000001-0123456789ab")
-    save(tmp_path / "other", 1, value=3.0)
-    (tmp_path / "other" / "step-00000001").rename(tmp_path / "step-00000001")
+    replaced(tmp_path)
     saved_at(tmp_path, {1: 1})
     save(tmp_path, 2)
     assert [Path(folder).name for folder in checkpoint.prune(tmp_path, keep=1)] == ["step-00000001"]
@@ -235,17 +231,10 @@ def test_a_link_to_a_checkpoint_goes_alone(tmp_path: Path) -> None:
     assert value_at(tmp_path / "elsewhere", 1) == 1.0
 
 
-def test_a_save_deletes_what_it_replaced_only_if_all_of_its_files_are_there(
-    tmp_path: Path,
-) -> None:
+def test_a_save_deletes_what_it_replaced_only_if_its_files_are_there(tmp_path: Path) -> None:
     """When it cleans up, somebody else has deleted a file of what has just been saved."""
-    save(tmp_path, 1)
-    path, aside = tmp_path / "step-00000001", tmp_path / ".old-step-00000001-0123456789ab"
-    path.rename(aside)
-    save(tmp_path / "other", 1, value=2.0)
-    (tmp_path / "other" / path.name).rename(path)
-    manifest = read_manifest(LocalStorage(), str(path))
-    files = list(manifest.files)
+    aside, path = replaced(tmp_path), tmp_path / "step-00000001"
+    files = list(read_manifest(LocalStorage(), str(path)).files)
     file = next(path.glob("model-*"))
     content = file.read_bytes()
     file.unlink()
@@ -258,11 +247,7 @@ def test_a_save_deletes_what_it_replaced_only_if_all_of_its_files_are_there(
 
 def test_a_save_that_fails_keeps_the_one_that_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it is to replace lacks a file, so what was set aside before that is the only sound one until it counts."""
-    save(tmp_path, 1)
-    aside = tmp_path / ".old-step-00000001-0123456789ab"
-    (tmp_path / "step-00000001").rename(aside)
-    save(tmp_path / "other", 1, value=2.0)
-    (tmp_path / "other" / "step-00000001").rename(tmp_path / "step-00000001")
+    aside = replaced(tmp_path)
     next((tmp_path / "step-00000001").glob("model-*")).unlink()
     real = LocalStorage.rename_folder
 

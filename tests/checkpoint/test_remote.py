@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -270,31 +271,43 @@ def test_files_of_a_dead_save_with_other_ranks_go(tmp_path: Path) -> None:
     load(folder, model={"w": torch.ones(2)})
 
 
+@contextmanager
+def hanging(at: str, work: Callable[[], object], fails: bool = False) -> Iterator[list[Exception]]:
+    """In another thread, work whose first upload of such a file hangs until the block is left, and may fail then; the
+    errors of that work."""
+    hangs, goes_on = threading.Event(), threading.Event()
+    held: list[str] = []
+    errors: list[Exception] = []
+
+    def hold(key: str) -> None:
+        if at in key and (not held or (fails and key in held)):
+            held.append(key)
+            hangs.set()
+            goes_on.wait()
+            if fails:
+                raise OSError("timed out")
+
+    def run() -> None:
+        try:
+            work()
+        except (CheckpointError, OSError) as error:
+            errors.append(error)
+
+    Bucket.before_put.append(hold)
+    thread = threading.Thread(target=run)
+    thread.start()
+    hangs.wait()
+    yield errors
+    goes_on.set()
+    thread.join()
+
+
 def test_of_two_saves_that_come_to_the_manifest_one_counts(tmp_path: Path) -> None:
     """Each had seen that there is none, then the second wrote over the first one's, whose clean-up had deleted its
     files: nothing was left of either."""
     run = bucket(tmp_path)
-    hangs, goes_on = threading.Event(), threading.Event()
-    errors: list[BaseException] = []
-
-    def hold(key: str) -> None:
-        if threading.current_thread() is not threading.main_thread() and key.endswith(MANIFEST):
-            hangs.set()
-            goes_on.wait()
-
-    def first_try() -> None:
-        try:
-            save(run, model={"w": torch.ones(2)}, step=1)
-        except CheckpointError as error:
-            errors.append(error)
-
-    Bucket.before_put.append(hold)
-    thread = threading.Thread(target=first_try)
-    thread.start()
-    hangs.wait()
-    save(run, model={"w": torch.full((2,), 2.0)}, step=1)
-    goes_on.set()
-    thread.join()
+    with hanging(MANIFEST, lambda: save(run, model={"w": torch.ones(2)}, step=1)) as errors:
+        save(run, model={"w": torch.full((2,), 2.0)}, step=1)
     assert "another save has completed a checkpoint there" in str(errors)
     found = {"w": torch.zeros(2)}
     load(f"{run}/step-00000001", model=found)
@@ -306,29 +319,9 @@ def test_a_late_save_does_not_spoil_the_one_that_took_its_place(fails: bool, tmp
     """A save hangs in an upload; the run is started anew, and saves that step; then the first one moves again."""
     run = bucket(tmp_path)
     late, later = trained(), trained()
-    hangs, goes_on = threading.Event(), threading.Event()
-
-    held: list[str] = []
-
-    def hold(key: str) -> None:
-        if "optimizer" in key and (not held or key in held):
-            held.append(key)
-            hangs.set()
-            goes_on.wait()
-            if fails:
-                raise OSError("timed out")
-
-    def first_try() -> None:
-        with pytest.raises((CheckpointError, OSError)):
-            save(run, model=late[0], optimizer=late[1], step=1)
-
-    Bucket.before_put.append(hold)
-    thread = threading.Thread(target=first_try)
-    thread.start()
-    hangs.wait()
-    save(run, model=later[0], optimizer=later[1], step=1)
-    goes_on.set()
-    thread.join()
+    with hanging("optimizer", lambda: save(run, model=late[0], optimizer=late[1], step=1), fails) as errors:
+        save(run, model=later[0], optimizer=later[1], step=1)
+    assert errors
     found = trained()
     load(latest(run) or "", model=found[0], optimizer=found[1])
     assert_same(values(*found), values(*later))

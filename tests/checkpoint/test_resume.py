@@ -1,9 +1,8 @@
-"""Killed and resumed is the same as never killed, to the last bit; and what other programs make of the files."""
+"""Killed and resumed is the same as never killed, to the last bit."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from tests.helpers.checkpoint_cases import (
     BF16,
     DIM,
     VOCAB,
-    assert_part,
     bits,
     fill,
     mesh_of,
@@ -84,11 +82,10 @@ class Run:
         }
         fully_shard(model[0], **options[kind])
         self.model = fully_shard(model, **options[kind])
-        make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+        params = [*self.model.parameters()]
+        self.optimizer: Any = torch.optim.AdamW(params, lr=0.1, foreach=True)
         if kind == "bf16":
-            self.optimizer: Any = local_optimizer(torch.optim.AdamW, self.model.parameters(), lr=0.1)
-        else:
-            self.optimizer = make(self.model.parameters(), lr=0.1, foreach=True)
+            self.optimizer = local_optimizer(torch.optim.AdamW, params, lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=20)
         self.data = Data(rank, world_size)
 
@@ -157,39 +154,3 @@ def test_resumed_is_as_never_killed(world_size: int, kind: str, options: dict[st
     for spare in (0, 2):
         resumed = run_on_ranks(resume_and_train, world_size, root=root, kind=kind, spare=spare)
         assert resumed == expected
-
-
-# --- what others make of it -------------------------------------------------------------------------------------------
-
-
-def save_tiny_llama(rank: int, world_size: int, folder: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = tiny_llama(transformers)
-    model = transformers.LlamaForCausalLM(config)
-    shard_llama(model)
-    for name, value in model.named_parameters():
-        fill(name, value)
-    fc.save(folder, model=model, consolidated=True, max_file_bytes=20_000)
-    if rank == 0:
-        config.save_pretrained(folder)
-
-
-def tiny_llama(transformers: Any) -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return transformers.LlamaConfig(vocab_size=33, tie_word_embeddings=False, **sizes)
-
-
-def shard_llama(model: Any) -> Any:
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-@pytest.mark.exhaustive
-def test_transformers_round_trip(tmp_path: Path) -> None:
-    """`from_pretrained` takes what a consolidated save wrote."""
-    transformers = pytest.importorskip("transformers")
-    run_on_ranks(save_tiny_llama, 2, folder=str(tmp_path / "ours"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", torch_dtype=torch.float32)
-    for name, value in model.named_parameters():
-        assert_part(name, value)

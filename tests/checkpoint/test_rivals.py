@@ -124,16 +124,20 @@ def play(
         scene.ended()
 
 
+def tries(scene: Scene, number: int, **options: Any) -> list[str]:
+    """Save values of this process' own; the error, if there is one."""
+    try:
+        save(scene.root, 1000 * (scene.rank + 1) + number, **options)
+    except CheckpointError as error:
+        return [str(error)]
+    finally:
+        scene.pause()
+    return []
+
+
 def overwrites(scene: Scene) -> list[str]:
     """Save one name again and again; the errors."""
-    errors = []
-    for number in range(SAVES):
-        try:
-            save(scene.root, 1000 * (scene.rank + 1) + number, overwrite=True)
-        except CheckpointError as error:
-            errors.append(str(error))
-        scene.pause()
-    return errors
+    return [error for number in range(SAVES) for error in tries(scene, number, overwrite=True)]
 
 
 def overwrites_as_one_job(scene: Scene) -> None:
@@ -165,14 +169,7 @@ def goes_on(scene: Scene) -> None:
 
 def competes(scene: Scene) -> list[str]:
     """As a run does, but the steps may be there, or be saved by another job now; the errors."""
-    errors = []
-    for number in range(FIRST_NEW, LAST_NEW + 1):
-        try:
-            save(scene.root, 1000 * (scene.rank + 1) + number, step=number)
-        except CheckpointError as error:
-            errors.append(str(error))
-        scene.pause()
-    return errors
+    return [error for number in range(FIRST_NEW, LAST_NEW + 1) for error in tries(scene, number, step=number)]
 
 
 def goes_back(scene: Scene) -> None:
@@ -258,16 +255,26 @@ def problems_of(outcome: Outcome) -> list[str]:
     return [] if outcome.value == "SIGKILL" else [f"{outcome.how}: {outcome.value} {outcome.text}"]
 
 
-def report(found: list[tuple[str, list[str]]], looks: int = 0) -> None:
-    """Fail with a count of each kind of problem."""
+def judge(
+    results: list[tuple[str, list[Outcome]]],
+    also: Callable[[str, list[Outcome]], list[str]] = lambda root, outcomes: [],
+) -> None:
+    """Fail with a count of each kind of problem: of the processes, and of what `also` finds in a run's folder."""
+    found = [
+        (root, [problem for one in outcomes for problem in problems_of(one)] + also(root, outcomes))
+        for root, outcomes in results
+    ]
     bad = [(root, problems) for root, problems in found if problems]
     kinds = Counter(problem.replace(root, "")[:110] for root, problems in bad for problem in problems)
     text = "\n".join(f"{count:5} x {kind}" for kind, count in kinds.most_common(12))
+    looks = sum(one.value[0] for _, outcomes in results for one in outcomes if one.ok and isinstance(one.value, tuple))
     assert not bad, f"{len(bad)} of {len(found)} rounds ({looks} looks):\n{text}"
 
 
-def looks_of(results: list[tuple[str, list[Outcome]]]) -> int:
-    return sum(one.value[0] for _, outcomes in results for one in outcomes if one.ok and isinstance(one.value, tuple))
+def unwanted(outcomes: list[Outcome], *wanted: str) -> list[str]:
+    """Errors of the two writers, but for those that they must get."""
+    errors = [error for one in outcomes[:2] if one.ok for error in one.value]
+    return [f"save: {error}" for error in errors if not any(each in error for each in wanted)]
 
 
 sampled = pytest.mark.parametrize("count", [6, pytest.param(200, marks=EXHAUSTIVE)])
@@ -279,13 +286,8 @@ def test_two_jobs_that_overwrite_one_name(count: int, tmp_path: Path) -> None:
     """A requeued job beside the old one: each deleted what the other was writing, then what had been there. Now of two
     at the same time the second is told, and what counts is always whole."""
     results = rounds(tmp_path, ["overwrites", "overwrites", "watches"], count)
-    found = []
-    for root, outcomes in results:
-        problems = [problem for one in outcomes for problem in problems_of(one)] + afterwards(root)
-        errors = [error for one in outcomes[:2] if one.ok for error in one.value]
-        problems += [f"save: {error}" for error in errors if "another save to this name has completed" not in error]
-        found.append((root, problems))
-    report(found, looks_of(results))
+    told = "another save to this name has completed"
+    judge(results, lambda root, outcomes: afterwards(root) + unwanted(outcomes, told))
 
 
 @sampled
@@ -294,7 +296,7 @@ def test_one_job_that_overwrites_one_name(count: int, tmp_path: Path) -> None:
     one's."""
     count = -(-count // 15)
     results = rounds(tmp_path, ["overwrites_as_one_job"] * 3, count, steps=0, alone=False)
-    report([(root, [problem for one in outcomes for problem in problems_of(one)]) for root, outcomes in results])
+    judge(results)
 
 
 @sampled
@@ -302,22 +304,16 @@ def test_readers_beside_a_writer(count: int, tmp_path: Path) -> None:
     """Headers and values were opened apart by path: without checks a load mixed two saves, with them it called sound
     files damaged."""
     results = rounds(tmp_path, ["overwrites", "watches", "watches"], count)
-    report(
-        [(root, [problem for one in outcomes for problem in problems_of(one)]) for root, outcomes in results],
-        looks_of(results),
-    )
+    judge(results)
 
 
 @sampled
 def test_prune_beside_a_writer(count: int, tmp_path: Path) -> None:
-    results = rounds(tmp_path, ["goes_on", "prunes", "watches"], count, steps=3)
-    found = []
-    for root, outcomes in results:
-        problems = [problem for one in outcomes for problem in problems_of(one)] + afterwards(root, LAST_NEW)
-        if f"step-{LAST_NEW:08d}" not in os.listdir(root):
-            problems.append("LOST: what was saved last")
-        found.append((root, problems))
-    report(found, looks_of(results))
+    def also(root: str, outcomes: list[Outcome]) -> list[str]:
+        lost = [] if f"step-{LAST_NEW:08d}" in os.listdir(root) else ["LOST: what was saved last"]
+        return lost + afterwards(root, LAST_NEW)
+
+    judge(rounds(tmp_path, ["goes_on", "prunes", "watches"], count, steps=3), also)
 
 
 @pytest.mark.exhaustive
@@ -325,19 +321,13 @@ def test_prune_beside_a_writer(count: int, tmp_path: Path) -> None:
 def test_prune_beside_a_run_that_was_rolled_back(count: int, tmp_path: Path) -> None:
     """What it has just saved has a lower step than what is there, and must stay all the same."""
     results = rounds(tmp_path, ["goes_back", "prunes", "watches"], count, steps=4)
-    report(
-        [(root, [problem for one in outcomes for problem in problems_of(one)]) for root, outcomes in results],
-        looks_of(results),
-    )
+    judge(results)
 
 
 @sampled
 def test_killed_while_overwriting(count: int, tmp_path: Path) -> None:
     results = rounds(tmp_path, ["overwrites", "overwrites", "watches"], count, kill_within_s=0.06)
-    found = []
-    for root, outcomes in results:
-        found.append((root, [problem for one in outcomes for problem in problems_of(one)] + afterwards(root)))
-    report(found, looks_of(results))
+    judge(results, lambda root, outcomes: afterwards(root))
 
 
 @pytest.mark.exhaustive
@@ -345,13 +335,7 @@ def test_killed_while_overwriting(count: int, tmp_path: Path) -> None:
 def test_killed_while_pruning(count: int, tmp_path: Path) -> None:
     """It left folders without a manifest, which nothing listed or deleted, and no save could take the place of."""
     results = rounds(tmp_path, ["prunes", "goes_on", "watches"], count, steps=5, kill_within_s=0.03)
-    found = []
-    for root, outcomes in results:
-        problems = [problem for one in outcomes for problem in problems_of(one)]
-        for step in range(1, 6):
-            problems += afterwards(root, step)
-        found.append((root, problems))
-    report(found, looks_of(results))
+    judge(results, lambda root, outcomes: [problem for step in range(1, 6) for problem in afterwards(root, step)])
 
 
 def afterwards_remote(root: str, outcomes: list[Outcome]) -> list[str]:
@@ -371,9 +355,7 @@ def afterwards_remote(root: str, outcomes: list[Outcome]) -> list[str]:
                 problems.append(f"left over: {left}")
         except Exception as error:
             problems.append(f"{type(error).__name__}: {error}")
-    errors = [error for one in outcomes[:2] if one.ok for error in one.value]
-    wanted = ("another save has completed a checkpoint there", "is a checkpoint already")
-    return problems + [f"save: {error}" for error in errors if not any(each in error for each in wanted)]
+    return problems + unwanted(outcomes, "another save has completed a checkpoint there", "is a checkpoint already")
 
 
 @sampled_remote
@@ -382,21 +364,12 @@ def test_two_jobs_that_save_to_one_object_store(kill_within_s: float | None, cou
     """Nothing is renamed: whose manifest comes first counts, and the other takes only its own
     files away."""
     roles = ["competes", "competes", "watches"]
-    results = rounds(tmp_path, roles, count, kill_within_s=kill_within_s, remote=True)
-    found = []
-    for root, outcomes in results:
-        problems = [problem for one in outcomes for problem in problems_of(one)]
-        found.append((root, problems + afterwards_remote(root, outcomes)))
-    report(found, looks_of(results))
+    judge(rounds(tmp_path, roles, count, kill_within_s=kill_within_s, remote=True), afterwards_remote)
 
 
 @sampled_remote
 def test_prune_beside_a_writer_in_an_object_store(count: int, tmp_path: Path) -> None:
-    results = rounds(tmp_path, ["goes_on", "prunes", "watches"], count, steps=3, remote=True)
-    found = []
-    for root, outcomes in results:
-        problems = [problem for one in outcomes for problem in problems_of(one)]
-        if value_of(f"{root}/step-{LAST_NEW:08d}") != LAST_NEW:
-            problems.append("LOST: what was saved last")
-        found.append((root, problems))
-    report(found, looks_of(results))
+    def also(root: str, outcomes: list[Outcome]) -> list[str]:
+        return [] if value_of(f"{root}/step-{LAST_NEW:08d}") == LAST_NEW else ["LOST: what was saved last"]
+
+    judge(rounds(tmp_path, ["goes_on", "prunes", "watches"], count, steps=3, remote=True), also)

@@ -304,6 +304,3 @@ def test_only_what_is_needed_is_read(rank: int, world_size: int, tmp_path: Path)
         checkpoint.load_from_rank(plain, model=replicas, sources=sources)
     assert sum(counts) <= (2 * own + 10_000 if rank == 0 else 0)
     assert torch.equal(replicas["weight"], values[1100:2100])
-
-
-# --- one rank reads: errors -------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from tests.helpers.checkpoint_cases import (
     Block,
     assert_bits,
     assert_part,
+    by_form,
     check,
     column,
     fill,
@@ -36,10 +37,6 @@ from tests.helpers.checkpoint_cases import (
 from tests.helpers.parity_models import batch, local, shard_like
 from tests.helpers.ranks import on_ranks
 
-FORMS: list[dict[str, Any]] = [{}, {"consolidated": True}]
-by_form = pytest.mark.parametrize("options", FORMS, ids=["ranks", "consolidated"])
-
-
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
@@ -52,9 +49,6 @@ class Head(nn.Module):
         self.head = nn.Linear(DIM, 7, bias=False)
         if tied:
             self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x)
 
 
 @on_ranks(2)
@@ -125,9 +119,6 @@ class Pair(nn.Module):
         super().__init__()
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(value_of(name, shape)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
 
 
 @on_ranks(1, 2)

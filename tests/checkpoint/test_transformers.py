@@ -125,7 +125,6 @@ def without(folder: Path, *names: str) -> None:
 
 
 def test_an_expert_is_missing(tmp_path: Path) -> None:
-    expected = written(0, tmp_path / "a", large)
     model = large()
     model.save_pretrained(tmp_path / "b")
     part = "model.layers.0.block_sparse_moe.experts"
@@ -136,7 +135,6 @@ def test_an_expert_is_missing(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.experts.down_proj': stored with shape [7, 64, 256], here [8, 64, 256]" in message
     assert "missing in the checkpoint: model 'model.layers.0.mlp.experts.gate_up_proj'" in message
     assert f"unexpected in the checkpoint: model '{part}.0.w1.weight'" in message
-    assert expected
 
 
 def test_an_operation_that_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +44,8 @@ DTYPES = [
     torch.float8_e8m0fnu,
 ]
 
+by_form = pytest.mark.parametrize("options", [{}, {"consolidated": True}], ids=["ranks", "consolidated"])
+
 __all__ = [
     "BF16",
     "DIM",
@@ -55,6 +58,7 @@ __all__ = [
     "assert_bits",
     "assert_part",
     "bits",
+    "by_form",
     "check",
     "column",
     "fill",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-__all__ = ["save_dcp"]
+__all__ = ["change_metadata", "save_dcp"]
 
 
 def save_dcp(folder: Path, state: dict[str, Any], **options: Any) -> Path:
@@ -18,3 +20,10 @@ def save_dcp(folder: Path, state: dict[str, Any], **options: Any) -> Path:
         warnings.simplefilter("ignore")  # that there is no process group
         dcp.save(state, storage_writer=FileSystemWriter(folder, **options), no_dist=True)
     return folder
+
+
+def change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
+    """Edit what its ``.metadata`` says."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -24,6 +24,7 @@ __all__ = [
     "edit_body",
     "edit_header",
     "empty",
+    "flip",
     "header_of",
     "load",
     "put_header",
@@ -101,6 +102,14 @@ def _save_two(rank: int, world_size: int, folder: str, seed: int, consolidated: 
     moments = {"moment.embed": distribute_tensor(content(seed)["embed"] * 2, mesh, [Shard(0)], src_data_rank=None)}
     options = {"consolidated": consolidated, "max_file_bytes": 300}
     checkpoint.save(folder, model=state, optimizer=moments, extra=own, **options)
+
+
+def flip(file: Path, *places: int) -> None:
+    """A bit in each of these bytes."""
+    raw = bytearray(file.read_bytes())
+    for place in places:
+        raw[place] ^= 1
+    file.write_bytes(raw)
 
 
 def load(folder: Path | str, **options: Any) -> dict[str, Any]:
