@@ -20,7 +20,7 @@ __all__ = ["address_space", "extra_memory", "reads_proc"]
 
 reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-M_MMAP_THRESHOLD = -3  # of malloc.h
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of malloc.h
 
 
 def extra_memory(action: Callable[[], Any]) -> int:
@@ -28,6 +28,7 @@ def extra_memory(action: Callable[[], Any]) -> int:
     gc.collect()
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 256 << 10)  # what is larger goes back when it is freed, for the rest of the process
+    libc.mallopt(M_ARENA_MAX, 1)  # threads that wait for each other take no new arenas, of 64 MiB of addresses each
     libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _status_bytes("VmRSS")
