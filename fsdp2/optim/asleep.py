@@ -76,13 +76,15 @@ def sleep(
         folder: a folder for files that hold what sleeps, in place of page-locked memory.
 
     Raises:
-        ArgumentError: `keep` has another word.
+        ArgumentError: `keep` has another word; nothing in `model` is sharded.
         OrderError: it sleeps already; called in forward or backward; or gradients wait to be reduced.
     """
     wrong = [each for each in keep if each not in KINDS]
     if wrong:
         raise ArgumentError(f"sleep: expected keep to have some of {KINDS}, got {wrong[0]!r}")
     units = units_below(model)
+    if not units:
+        raise ArgumentError("sleep: expected a model in which fully_shard was called, got one without units")
     _check(model, units)
     place = partial(_in_files, folder) if folder is not None else _in_host_memory
     back: list[_Back] = []

@@ -138,3 +138,8 @@ def test_asleep_in_files(rank: int, world_size: int, tmp_path: Path) -> None:
         fsdp2.sleep(model, folder=str(tmp_path))
     with pytest.raises(ArgumentError, match="'weigths'"):
         fsdp2.sleep(model, keep=["weigths"])
+
+
+def test_a_model_that_is_not_sharded_does_not_sleep() -> None:
+    with pytest.raises(ArgumentError, match="fully_shard was called"):
+        fsdp2.sleep(nn.Linear(2, 2))
