@@ -64,7 +64,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 test-device: $(INSTALLED)
-	$(BIN)/python -m pytest tests/device --durations=15 $(ARGS)
+	$(BIN)/python -m pytest tests/instruments/device --durations=15 $(ARGS)
 
 # The clients have an environment of their own: their versions must not bind ours.
 test-clients: $(CLIENTS)/.installed
@@ -97,13 +97,13 @@ $(ENGINES)/.installed: pyproject.toml tests/engines/requirements.txt
 	@touch $@
 
 mutants: $(INSTALLED)
-	$(BIN)/python -m tests.mutants $(ARGS)
+	$(BIN)/python -m tests.instruments.mutants $(ARGS)
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.checkpoint.fuzz --seconds 600 $(ARGS)
 
 fuzz-runtime: $(INSTALLED)
-	$(BIN)/python -m tests.differential --shrink 60 --keep found $(ARGS)
+	$(BIN)/python -m tests.instruments.differential --shrink 60 --keep found $(ARGS)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/make_api.py > docs/api.md

@@ -39,8 +39,20 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[RACES] = "1"
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if config.getoption("-m") != "not exhaustive":
+        return None
+    return (
+        "grids are sampled: of a test on ranks two cases run here, on four ranks one; `make test-all` runs all of them"
+    )
+
+
 # The modules that take longest begin, or one worker would end with them alone.
-LONGEST = ("tests/races/test_programs.py", "tests/device/test_mutants.py", "tests/device/test_training.py")
+LONGEST = (
+    "tests/instruments/races/test_programs.py",
+    "tests/instruments/device/test_mutants.py",
+    "tests/instruments/device/test_training.py",
+)
 MAX_PROTECTIVE_CASES = 2
 MAX_PROTECTIVE_CASES_ON_MANY_RANKS = 1  # four and more, where each takes twice as long
 

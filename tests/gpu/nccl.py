@@ -18,6 +18,6 @@ def register() -> None:
     groups.share_gpu()
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torch's watchdog would end a process before its message
     ranks.register()
-    from tests.device.training import Coalesced
+    from tests.instruments.device.training import Coalesced
 
     fsdp2.comm.COMMS["nccl"] = Coalesced()

@@ -1,4 +1,4 @@
-"""Ranks that share one GPU, for what `tests/device/` does on ranks with a lagging device each.
+"""Ranks that share one GPU, for what `tests/instruments/device/` does on ranks with a lagging device each.
 
 Their collectives are gloo's: data of another rank, CUDA's streams, its allocator and pinned memory, but not NCCL.
 Arithmetic is the GPU's, so that values are near those of the CPU instead of equal.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.gpu import groups
-from tests.device import lagging, ranks
+from tests.instruments.device import lagging, ranks
 
 __all__ = ["BACKENDS", "assert_near", "register"]
 
@@ -17,11 +17,11 @@ BACKENDS = "cpu:gloo,cuda:gloo"
 
 
 def register() -> None:
-    """Let the GPU be what `tests/device/` trains on in this process, from before its other modules are imported."""
+    """Let `tests/instruments/device` train on the GPU. Call it before its other modules are imported."""
     groups.take_gpu()
     ranks.DEVICE = "cuda"
     lagging.counts, lagging.occupy, lagging.set_delays = _counts, groups.occupy, _no_delays
-    from tests.device import steps
+    from tests.instruments.device import steps
 
     steps.assert_same = assert_near
 

@@ -1,14 +1,14 @@
-"""What `tests/device/` trains on the lagging device, on a GPU. Two or four ranks share it, over gloo."""
+"""What `tests/instruments/device/` trains on the lagging device, on a GPU. Two or four ranks share it, over gloo."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.device.scenarios import SCENARIOS
-from tests.device.training import FEATURES, ON_FOUR
 from tests.gpu import ranks
 from tests.gpu.training import check
 from tests.helpers.ranks import on_ranks
+from tests.instruments.device.scenarios import SCENARIOS
+from tests.instruments.device.training import FEATURES, ON_FOUR
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""What `tests/device/` trains on the lagging device, on a GPU that two or four ranks share over NCCL."""
+"""What `tests/instruments/device/` trains on the lagging device, on a GPU that two or four ranks share over NCCL."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fsdp2 import checkpoint
 from fsdp2._torch.extras import group_allocates
 from fsdp2.comm import comm_for
 from fsdp2.comm.flat import FlatComm
-from tests.device.scenarios import SCENARIOS, SCENARIOS_ON_FOUR
-from tests.device.training import FEATURES, ON_FOUR, Feature, mesh_of, mixed, sharded, train
 from tests.gpu import nccl, ranks
 from tests.gpu.training import check
 from tests.helpers.ranks import on_ranks
+from tests.instruments.device.scenarios import SCENARIOS, SCENARIOS_ON_FOUR
+from tests.instruments.device.training import FEATURES, ON_FOUR, Feature, mesh_of, mixed, sharded, train
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""What happens on accelerators only, seen on the CPU with simulated streams (see tests/core/test_streams.py)."""
+"""What happens on accelerators only, seen on the CPU with simulated streams (see tests/core/memory/test_streams.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdp2 import fully_shard
 from fsdp2.runtime.unit import unit_of
 from tests.helpers.models import linears
 from tests.helpers.ranks import on_ranks
-from tests.races.detector import detecting
+from tests.instruments.races.detector import detecting
 
 
 @on_ranks(2)

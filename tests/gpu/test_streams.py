@@ -1,5 +1,5 @@
 """Streams and memory on a GPU: nothing waits for the device, results do not depend on which stream is late, and memory
-is what the design says, in every step. `tests/core/test_streams.py` proves the same with simulated streams."""
+is what the design says, in every step. `tests/core/memory/test_streams.py` proves the same with simulated streams."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.device.training import FEATURES, ON_FOUR, expected_of, sharded, train
 from tests.gpu import ranks
+from tests.instruments.device.training import FEATURES, ON_FOUR, expected_of, sharded, train
 
 __all__ = ["check"]
 

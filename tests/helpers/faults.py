@@ -1,4 +1,4 @@
-"""Training jobs in which a rank misbehaves, for `tests/core/test_safety.py`."""
+"""Training jobs in which a rank misbehaves, for `tests/core/errors/test_safety.py`."""
 
 from __future__ import annotations
 

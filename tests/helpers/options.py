@@ -1,7 +1,7 @@
 """The options of `fully_shard`, of its modules and of its surroundings as data, and what does not go together.
 
 An `Option` says what it changes: the model, the arguments of `fully_shard`, calls on the sharded modules, the training
-step. `options_case.py` trains with several of them, and `tests/core/test_options.py` compares that with one process,
+step. `options_case.py` trains with several of them, and `core/sharding/test_options.py` compares that with one process,
 for every option alone and for every pair.
 """
 

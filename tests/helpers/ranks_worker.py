@@ -179,7 +179,7 @@ def _detecting() -> AbstractContextManager[object]:
     """With `pytest --races`, the detector."""
     if RACES not in os.environ:
         return nullcontext()
-    from tests.races.detector import detecting
+    from tests.instruments.races.detector import detecting
 
     return detecting()
 

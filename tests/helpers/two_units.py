@@ -1,4 +1,4 @@
-"""A model of two units, its loss, and what the tests of silent losses compare; see tests/core/test_nothing_lost.py."""
+"""A model of two units, its loss, and what the tests of losses compare (`core/gradients/test_nothing_lost.py`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`Offload` and `offload_optimizer`: the training of a step without offload, bit by bit, although units are stepped in
 the background.
 
-With a CPU mesh nothing moves, but the step is deferred as on a device; tests/device trains with copies that are late.
+With a CPU mesh nothing moves, but the step is deferred as on a device. The lagging device has copies that are late.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.helpers.background import Gate, pending
 from tests.helpers.optimizers import CASES, Optim, assert_same, params_in
 from tests.helpers.parity_models import Stack, batch, local, mesh_2d, shard_blocks
 from tests.helpers.ranks import on_ranks
-from tests.races.detector import detecting
+from tests.instruments.races.detector import detecting
 
 SETTINGS = {
     "states": Offload(),

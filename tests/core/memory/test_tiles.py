@@ -1,0 +1,376 @@
+"""`tile`: a layer that is gathered tile by tile computes and trains as one that is gathered whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, events, fully_shard, tile
+from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
+from fsdp2.extras.comm_memory import FlatAllGather
+from fsdp2.runtime.storage import FlatStorage
+from tests.helpers.parity_models import mesh_2d
+from tests.helpers.ranks import on_ranks
+from tests.helpers.threads import run_threads
+from tests.helpers.tiled_models import (
+    DIM,
+    OUT,
+    VOCAB,
+    Small,
+    assert_same,
+    equalise,
+    local,
+    pair,
+    row_error,
+    run,
+    tokens_of,
+)
+from tests.instruments.races.detector import detecting
+
+
+@pytest.mark.parametrize("tiles", [1, 3, pytest.param(18, marks=pytest.mark.exhaustive)])
+@on_ranks(2, 1, 3)
+def test_trains_as_the_layer_without_tiles(rank: int, world_size: int, tiles: int) -> None:
+    """Outputs and weight gradients of the head are the same bits; what comes before it, and its bias, differ by the
+    order in which gradients are added up. The optimizer sees the parameters that it would see."""
+    models = pair(tiles)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in models]
+    for step in range(3):
+        if tiles == 18:  # of one row each, which BLAS multiplies in another way
+            for output in (outputs := [each(tokens_of(step, rank)) for each in models]):
+                output.square().mean().backward()
+            torch.testing.assert_close(*outputs)
+        else:
+            run(models, rank, step)
+        norms = [fsdp2.clip_grad_norm_(each.parameters(), 0.1) for each in models]
+        torch.testing.assert_close(norms[1], norms[0])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(local(other), local(one), rtol=0, atol=1e-4)  # the norm has another last bit
+        equalise(models)
+    states = [get_optimizer_state_dict(*each)["state"] for each in zip(models, optimizers, strict=True)]
+    assert list(states[0]) == list(states[1]) and states[1]["head.weight"]["exp_avg"].shape == (OUT, DIM)
+    assert list(get_model_state_dict(models[1])) == list(models[0].state_dict()) == list(models[1].state_dict())
+
+
+def test_five_ranks_of_which_some_have_fewer_rows() -> None:
+    torch.manual_seed(0)
+    model = Small()  # made once: the ranks are threads, with one random generator
+
+    def body(rank: int, world_size: int) -> None:
+        run(pair(4, copy.deepcopy(model)), rank)
+
+    run_threads(5, body)
+
+
+def test_without_sharding_nothing_changes() -> None:
+    torch.manual_seed(0)
+    model = Small()
+    expected = model(tokens_of(0, 0))
+    assert tile(model.head, 3) is model.head and isinstance(tile(model.embed, 4), nn.Embedding)
+    assert torch.equal(model(tokens_of(0, 0)), expected)
+    assert [*model.state_dict()] == [*Small().state_dict()]
+
+
+@on_ranks(2)
+def test_an_embedding_is_exact(rank: int, world_size: int) -> None:
+    """Also for repeated, padded and negative indices, and in the gradient, which is dense and has no row of padding."""
+    torch.manual_seed(0)
+    whole = nn.Embedding(VOCAB, DIM, padding_idx=40)
+    tiled = tile(copy.deepcopy(whole), 7)
+    models = (fully_shard(whole), fully_shard(tiled))
+    indices = torch.tensor([[0, 40, 50, 25], [25, 26, 40, 26]])
+    for each in models:
+        (each(indices) * torch.arange(DIM)).sum().backward()
+        assert (each.weight.grad.full_tensor()[40] == 0).all()
+    assert_same(*models)
+    assert torch.equal(whole(indices), tiled(indices))
+    for wrong in (VOCAB, -1):
+        with pytest.raises(IndexError):
+            tiled(torch.tensor([3, wrong]))
+        tiled.reset_iter_state()
+    assert torch.equal(whole(indices), tiled(indices))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)},
+        {"reshard_after_forward": False},
+        {"zero": ZeroPolicy(stage=2)},
+        {"zero": ZeroPolicy(stage=0)},
+        {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
+        {"mp_policy": MixedPrecisionPolicy(all_gather_dtype=torch.int8)},
+    ],
+    ids=["bf16", "keeps", "stage2", "stage0", "offload", "int8"],
+)
+@on_ranks(2)
+def test_options(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Every unit of a tile has the options of the layer. (Integers have a scale for each 256 elements, of a tile.)"""
+    is_exact = "all_gather_dtype=torch.int8" not in str(options)
+    models = pair(**options)
+    for step in range(2):
+        if is_exact:
+            run(models, rank, step, atol=1e-2 if "bfloat16" in str(options) else 1e-6)
+        else:
+            for each in models:
+                each(tokens_of(step, rank)).square().mean().backward()
+            assert_same_roughly(*models)
+    assert [name for name, _ in models[1].named_parameters() if "tiles" in name] == []
+
+
+def assert_same_roughly(whole: nn.Module, tiled: nn.Module) -> None:
+    for one, other in zip(whole.parameters(), tiled.parameters(), strict=True):
+        torch.testing.assert_close(local(other.grad), local(one.grad), rtol=0.1, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "smaller", "accumulation", "unused", "last"])
+@on_ranks(4)
+def test_meshes_and_accumulation(rank: int, world_size: int, kind: str) -> None:
+    options: dict[str, Any] = {"mesh": mesh_2d(2, 2)} if kind in ("hsdp", "last") else {}
+    if kind == "smaller":
+        options["reshard_after_forward"] = 2
+    models = pair(**options)
+    if kind == "unused":
+        for each in models:
+            each.set_reduce_scatter_unused_params(True)
+    for step in range(3):
+        for each in models:
+            if kind == "accumulation":
+                each.set_requires_gradient_sync(step == 2)
+            if kind == "last":
+                each.set_is_last_backward(step == 2)
+                each.set_requires_all_reduce(step == 2)
+            each(tokens_of(step, rank)).square().mean().backward()
+    assert_same(*models, atol=1e-6)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks(2)
+def test_activation_checkpointing(rank: int, world_size: int, use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    models = pair(3, Small(use_reentrant))
+    for step in range(2):
+        run(models, rank, step)
+
+
+@on_ranks(2)
+def test_frozen_weights_and_no_bias(rank: int, world_size: int) -> None:
+    """A frozen weight has no gradient, and its inputs have theirs; it may be frozen later."""
+    torch.manual_seed(0)
+    models = pair(3, Small(bias=False))
+    for step, trains in enumerate((True, False, True)):
+        for each in models:
+            each.head.weight.requires_grad_(trains)
+            each.zero_grad()
+        run(models, rank, step)
+        assert (models[1].head.weight.grad is not None) == trains
+    with torch.no_grad():
+        outputs = [each(tokens_of(0, rank)) for each in models]
+    torch.testing.assert_close(*outputs, rtol=0, atol=row_error())
+
+
+@contextmanager
+def counting(found: list[int]) -> Iterator[None]:
+    """Append the bytes that all gathered parameters and buffers of gathers take, whenever some are allocated."""
+    alive: dict[int, int] = {}
+    alloc, free = FlatStorage.alloc, FlatStorage.free
+
+    def counted_alloc(self: FlatStorage) -> None:
+        alloc(self)
+        alive[id(self)] = self.nbytes
+        found.append(sum(alive.values()))
+
+    def counted_free(self: FlatStorage) -> None:
+        free(self)
+        alive.pop(id(self), None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatStorage, "alloc", counted_alloc)
+        patch.setattr(FlatStorage, "free", counted_free)
+        yield
+
+
+@pytest.mark.parametrize("has_streams", [False, True])
+@pytest.mark.parametrize("recomputes", [False, True])
+@on_ranks(2)
+def test_two_tiles_are_in_memory_at_most(rank: int, world_size: int, recomputes: bool, has_streams: bool) -> None:
+    """In forward, in the recomputation of layer and loss, and in backward: the tile that computes, and another one.
+    (With streams a recomputation had three: the last one that was resharded was in memory still.)"""
+    torch.manual_seed(0)
+    out, dim, tiles = 8192, 256, 8  # large enough for the direct lane: the packed one has a buffer of its own
+    head = tile(nn.Linear(dim, out, bias=False), tiles)
+    one_tile = out * dim * 4 // tiles
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = head
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.loss, x, use_reentrant=False) if recomputes else self.loss(x)
+
+        def loss(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x).logsumexp(-1).sum()
+
+    model = fully_shard(Root())
+    found: list[int] = []
+    with counting(found), detecting() if has_streams else nullcontext():
+        for _ in range(2):
+            model(torch.randn(3, dim, requires_grad=True)).backward()
+    assert one_tile < max(found) <= 2 * one_tile, max(found) / one_tile
+
+
+@on_ranks(2)
+def test_tiles_are_gathered_one_after_the_other(rank: int, world_size: int) -> None:
+    """In forward each is gathered while the one before it computes; backward takes them in the reverse order."""
+    torch.manual_seed(0)
+    head = tile(nn.Linear(DIM, OUT), 3)
+    model = fully_shard(nn.Sequential(nn.Tanh(), head))
+    model(torch.randn(2, DIM)).sum().backward()
+    with events.record() as log:
+        model(torch.randn(2, DIM, requires_grad=True)).sum().backward()
+    seen = [(event.kind, event.unit[-1:]) for event in log if event.kind in ("all_gather", "reduce_scatter")]
+    gathers = [unit for kind, unit in seen if kind == "all_gather"]
+    assert gathers == ["0", "1", "2", "2", "1", "0"]
+    assert [unit for kind, unit in seen if kind == "reduce_scatter"] == ["2", "1", "0"]
+    forward = [(event.kind, event.unit[-1:]) for event in log if event.kind in ("unshard", "reshard")][:4]
+    assert forward == [("unshard", "0"), ("unshard", "1"), ("reshard", "0"), ("unshard", "2")]
+
+
+@on_ranks(2)
+def test_ways_to_shard(rank: int, world_size: int) -> None:
+    """A tiled layer is a unit of its own, whoever shards it: a policy, a list, or a module around it."""
+    torch.manual_seed(0)
+    plain = Small()
+    results = []
+    for way in ("alone", "around", "list", "policy"):
+        model: Any = copy.deepcopy(plain)
+        tile(model.head, 3)
+        if way == "alone":
+            fully_shard(model.head)
+        if way == "list":
+            fully_shard([model.middle, model.head])
+        if way == "policy":
+            fsdp2.auto_shard(model, fsdp2.by_class(nn.Linear))
+        else:
+            fully_shard(model)
+        with events.record() as log:
+            model(tokens_of(0, rank)).sum().backward()
+        gathered = {event.unit for event in log if event.kind == "all_gather"}
+        assert {f"head.tiles.{index}" for index in range(3)} <= gathered and "head" not in gathered, way
+        results.append([param.grad.full_tensor() for param in model.parameters()])
+    for result in results[1:]:
+        for one, other in zip(results[0], result, strict=True):
+            torch.testing.assert_close(other, one, rtol=0, atol=1e-5)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_tile_refuses() -> None:
+    class Own(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    with pytest.raises(ArgumentError, match=r"expected an nn\.Linear or nn\.Embedding .* got Own"):
+        tile(Own(2, 2), 2)
+    with pytest.raises(ArgumentError, match="got LayerNorm"):
+        tile(nn.LayerNorm(2), 2)  # type: ignore[type-var]
+    for wrong in (0, 5, True, 2.0):
+        with pytest.raises(ArgumentError, match="from 1 to the 4 rows"):
+            tile(nn.Linear(3, 4), wrong)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="max_norm"):
+        tile(nn.Embedding(4, 2, max_norm=1.0), 2)
+    with pytest.raises(MisuseError, match="tiled already"):
+        tile(tile(nn.Linear(3, 4), 2), 2)
+
+
+@on_ranks(2)
+def test_what_fully_shard_refuses(rank: int, world_size: int) -> None:
+    """Before anything is changed."""
+
+    def tied() -> Any:
+        model: Any = Small()
+        model.head = nn.Linear(DIM, VOCAB, bias=False)
+        model.head.weight = model.embed.weight
+        return model
+
+    model = tied()
+    tile(model.head, 3)
+    with pytest.raises(UnsupportedError, match="'weight' of this tiled TiledLinear is tied to another module's"):
+        fully_shard(model)
+    assert type(model.head.weight) is nn.Parameter and not isinstance(model, fsdp2.FSDPModule)
+    fully_shard(model.embed)
+    with pytest.raises(UnsupportedError, match="is tied"):
+        fully_shard(model.head)
+    model = tied()
+    tile(model.head, 3)
+    fully_shard(model.head)
+    with pytest.raises(UnsupportedError, match=r"'embed\.weight' is tied to 'weight' of a tiled layer"):
+        fully_shard(model)
+    for options, text in (
+        ({"shard_placement_fn": lambda param: torch.distributed.tensor.Shard(param.ndim - 1)}, "dim 0"),
+        ({"ignored_params": "bias"}, "ignored_params"),
+    ):
+        layer = tile(nn.Linear(4, 6), 2)
+        if "ignored_params" in options:
+            options = {"ignored_params": {layer.bias}}
+        with pytest.raises(UnsupportedError, match=text):
+            fully_shard(layer, **options)
+    with pytest.raises(MisuseError, match="sharded already"):
+        tile(fully_shard(nn.Linear(4, 6)), 2)
+    layer = tile(nn.Linear(4, 6), 2)
+    with torch.no_grad():
+        layer.weight = nn.Parameter(torch.randn(4, 6).t())
+    with pytest.raises(UnsupportedError, match="not contiguous"):
+        fully_shard(layer)
+    untiled = fully_shard(layer, ignored_params=set(layer.parameters()))
+    assert untiled(torch.randn(2, 4)).shape == (2, 6)
+
+
+@on_ranks(2)
+def test_settings_of_the_layer_are_those_of_its_tiles(rank: int, world_size: int) -> None:
+    """They reached the layer's own unit alone, which reduces nothing: no factor, no hook, no collectives."""
+    models = pair(3)
+    gathered: list[int] = []
+
+    class Memory:
+        def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            gathered.append(numel)
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    for each in models:
+        each.head.set_gradient_divide_factor(1.0)
+        each.head.set_all_reduce_hook(lambda flat: flat.mul_(3))
+        each.embed.set_reduce_scatter_divide_factor(4.0)
+    models[1].head.set_custom_all_gather(FlatAllGather(Memory()))
+    run(models, rank)
+    assert len(gathered) >= 3
+    for each in models:
+        each.zero_grad()
+        each.head.set_requires_gradient_sync(False, recurse=False)
+        each(tokens_of(1, rank)).square().mean().backward()
+    assert models[0].head.weight.grad is None and models[1].head.weight.grad is None
+
+
+@on_ranks(2)
+def test_a_tiled_root_is_finalised_by_hand(rank: int, world_size: int) -> None:
+    """The setting is the root's, and must not reach its tiles."""
+    layer: Any = tile(nn.Linear(DIM, OUT), 3)
+    fully_shard(layer)
+    layer.set_manual_backward_finalization(True)
+    layer(torch.ones(2, DIM)).sum().backward()
+    layer.finalize_backward()
+    torch.testing.assert_close(layer.bias.grad.full_tensor(), torch.full((OUT,), 2.0))

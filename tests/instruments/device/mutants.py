@@ -1,0 +1,381 @@
+"""Waits, records and keep-alives of the library, taken out one at a time on the lagging device.
+
+    python -m tests.instruments.device.mutants            # all, or those whose names contain an argument
+
+The list is that of the race detector (`races/mutants.py`), and some more in what the detector has stand-ins for.
+A mutant is found if training or a scenario gives other numbers than on the CPU, or an error, under one of the seeds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+os.environ["RES_OPTIONS"] = "attempts:0"
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import torch
+import torch.distributed as dist
+
+from tests.helpers.ranks import RanksFailed, close_pools, run_on_ranks
+from tests.instruments.device import lagging
+from tests.instruments.device.ranks import SEEDS
+from tests.instruments.device.scenarios import SCENARIOS
+from tests.instruments.device.training import ON_FOUR, differs, expected_of
+from tests.instruments.races.mutants import MEMORY, MUTANTS, STEP, Mutant
+
+__all__ = ["MUTANTS_HERE", "found", "harmless"]
+
+# The program of each mutant for the detector, and what has the same at stake here: features, and scenarios.
+TRAININGS: dict[str, tuple[str, ...]] = {
+    "plain": ("plain", "coalesced"),
+    "mixed": ("reduced in 16 bits",),
+    "half": ("reduced in fp16",),
+    "added": ("two backwards of a graph",),
+    "again": ("a block again",),
+    "kept": ("keeps storage",),
+    "inner": ("sharded replicas, mixed precision",),
+    "hsdp": ("replicas, reduced in 16 bits", "replicas, mixed precision"),
+    "partials": ("replicas, accumulation",),
+    "smaller": ("smaller mesh",),
+    "offload": ("offload", "offload, mixed precision"),
+    "stepped_aside": ("states in host memory", "states in host memory, stepped in backward"),
+    "staged_states": ("states in host memory, loaded", "states in host memory, zeroed"),
+    "stepped_by_host": ("states and gradients in host memory", "all in host memory"),
+    "activations": ("activations", "activations, in part"),
+    "frozen": ("frozen weights in host memory",),
+    "hooked": ("hook on a stream",),
+    "optimized_aside": ("optimizer on a stream",),
+    "over_nccl": ("coalesced",),
+    "wire_over_nccl": ("16 bits on the wire",),
+    "custom": ("custom collectives",),
+    "matrices": ("whole matrices",),
+    "states_on_disk": ("states on disk, looked at", "states on disk", "states on disk, all else in host memory"),
+    "staging": ("saved in the background",),
+    "replicated": ("stage 0",),
+    "saved twice": ("saved twice in the background",),
+    "ring": ("context parallel",),
+    "bad batch": ("bad batch",),
+    "two units": ("two units",),
+    "checkpointed": ("checkpointed",),
+    "int8": ("secondary shards, int8 gather",),
+    "saved": ("saved", "saved in the background"),
+    "loaded": ("loaded",),
+}
+
+DISK = "optim.on_disk"
+
+MORE: tuple[Mutant, ...] = (
+    Mutant(
+        "gather: copied out too early, and only then",
+        "runtime.gather",
+        "        if collective is not None:\n            collective.wait(started)\n"
+        "        if self._packed is not None:\n",
+        "        if self._packed is not None:\n            storage.alloc()\n"
+        "            copy_lists(self._unpack_to, self._unpack_from)\n"
+        "        if collective is not None:\n            collective.wait(started)\n"
+        "        if False:\n",
+        "plain",
+    ),
+    Mutant(
+        "streams: nobody waits",
+        "runtime.streams",
+        "() == self._device.index:\n            event.wait()\n",
+        "() == self._device.index:\n            pass\n",
+        "plain",
+    ),
+    Mutant(
+        "streams: the wait is on the host",
+        "runtime.streams",
+        "() == self._device.index:\n            event.wait()\n",
+        "() == self._device.index:\n            event.synchronize()\n",
+        "plain",
+        harmless="stricter; only the overlap is lost",
+    ),
+    Mutant(
+        "streams: gathers are on the stream of reductions",
+        "runtime.streams",
+        "in (gather, reduce, all_reduce, torch",
+        "in (reduce, reduce, all_reduce, torch",
+        "plain",
+        harmless="fewer streams are stricter",
+    ),
+    Mutant(
+        "streams: the stream stays the current one",
+        "runtime.streams",
+        "        torch.accelerator.set_stream(self._before)\n",
+        "        pass\n",
+        "plain",
+        harmless="everything is on one side stream from the first block on, in its order",
+    ),
+    Mutant(
+        "streams: events are those of the default stream",
+        "runtime.streams",
+        "torch.accelerator.current_stream(self._device).record_event()",
+        "torch.Stream(self._device).record_event()",
+        "plain",
+    ),
+    Mutant(
+        "release: one unit more is kept",
+        MEMORY,
+        "while self.released and (prefetching or self.released[0][2] != self.released[-1][2]):",
+        "while len(self.released) > (1 if prefetching else 2):",
+        "two units",
+    ),
+    Mutant(
+        "release: memory stays after a forward",
+        STEP,
+        "        self.memory.free_all()  # the next",
+        "        pass  # the next",
+        "two units",
+    ),
+    Mutant(
+        "wire: rows are summed before the wait",
+        "extras.narrow",
+        "        for work in self.works:\n            if work is not None:\n                work.wait()\n",
+        "",
+        "wire_over_nccl",
+    ),
+    Mutant(
+        "checkpoint: nobody waits for the device",
+        "checkpoint.io.memory",
+        "            torch.accelerator.current_stream(device).record_event().synchronize()",
+        "            pass",
+        "saved",
+    ),
+    Mutant(
+        "checkpoint: values are read before the step has come",
+        "checkpoint.saving",
+        "        _wait_for({entry.local.device for entry in every})\n",
+        "        pass\n",
+        "saved",
+    ),
+    Mutant(
+        "checkpoint: values are loaded while the device writes",
+        "checkpoint.loading",
+        "                wait_for({need.entry.local.device for need in matching.needs})\n",
+        "                pass\n",
+        "loaded",
+    ),
+    Mutant(
+        "checkpoint: a copy to the host does not block",
+        "checkpoint.io.memory",
+        ".copy_(part_of(values, box))",
+        ".copy_(part_of(values, box), non_blocking=True)",
+        "saved",
+    ),
+    Mutant(
+        "checkpoint: a save does not wait for the one before",
+        "checkpoint.saving",
+        "        in_flight.settle()  # report",
+        "        pass  # report",
+        "saved twice",
+    ),
+    Mutant(
+        "checkpoint: a buffer is reused before its copy is done",
+        "checkpoint.io.reading",
+        "        wait_for({target.device})\n",
+        "        pass\n",
+        "loaded",
+    ),
+    Mutant(
+        "step: nobody waits until it has been given to the device",
+        "optim.offloaded_part",
+        "            future.result()\n",
+        "            pass\n",
+        "stepped_aside",
+    ),
+    Mutant(
+        "disk: what is read is not waited for",
+        DISK,
+        "        wait(self._begun)\n        for read in self._begun:\n            read.result()\n",
+        "",
+        "states_on_disk",
+    ),
+    Mutant(
+        "disk: it is read before it has been written",
+        DISK,
+        "            wait([self._written])",
+        "            pass",
+        "states_on_disk",
+    ),
+    Mutant(
+        "disk: memory is freed while it is written",
+        DISK,
+        "            wait(writes)\n            for write in writes:\n                write.result()\n",
+        "",
+        "states_on_disk",
+    ),
+    Mutant(
+        "disk: who looks does not wait",
+        DISK,
+        '        """Look at some bytes, when the step is through."""\n        self._wait()\n',
+        "",
+        "states_on_disk",
+    ),
+    Mutant(
+        "disk: who changes something does not wait",
+        DISK,
+        '        """Change some bytes, when the step is through."""\n        self._wait()\n',
+        "",
+        "states_on_disk",
+        harmless="who changes something has looked at it, and has waited",
+    ),
+    Mutant(
+        "disk: who looks waits for files only",
+        DISK,
+        "        if settle is not None:\n            settle()\n",
+        "",
+        "states_on_disk",
+    ),
+    Mutant(
+        "disk: who looks waits for the step only",
+        DISK,
+        "        self.finish()\n\n    def _place",
+        "\n    def _place",
+        "states_on_disk",
+    ),
+    Mutant(
+        "disk: the optimizer does not wait for files",
+        "optim.offloaded_part",
+        "            self._staged.finish()\n",
+        "            pass\n",
+        "states_on_disk",
+        harmless="who looks at a state, or changes it, waits for its file",
+    ),
+    Mutant(
+        "disk: a failed step does not wait for what is read",
+        DISK,
+        "        wait([self._reads])\n        wait(self._begun)\n",
+        "",
+        "states_on_disk",
+        harmless="`fetch` has waited, unless a read could not begin, which is tested without a device",
+    ),
+    Mutant(
+        "disk: there is always room",
+        DISK,
+        "        _threads().room.acquire()\n",
+        "",
+        "states_on_disk",
+    ),
+    Mutant(
+        "ring attention: messages are not waited for",
+        "parallel.ring_attention",
+        "                work.wait()\n",
+        "                pass\n",
+        "ring",
+    ),
+    Mutant(
+        "agree_on_step: what others have begun is not waited for",
+        "watch.joint_step",
+        "            finish()\n",
+        "            pass\n",
+        "bad batch",
+    ),
+    Mutant(
+        "reshard: memory is freed at once, on the gather stream",
+        "runtime.source",
+        "memory.release(self, group.channel.fqn)",
+        "with memory.streams.gathering():\n            self.free()",
+        "plain",
+    ),
+)
+
+SAME_VALUES = "a race, but the gather writes the values that compute reads there: between steps it waits for compute"
+OF_CPU = "in the CPU's messages, which this device does not use"
+# Why a mutant that matters to the detector changes no number here.
+HARMLESS: dict[str, str] = {
+    "gather: no wait for kept memory": SAME_VALUES,
+    "gather: kept memory is not in use": SAME_VALUES,
+    "release: taken back without a wait": SAME_VALUES,
+    "gather: copied out before the wait": "what was copied too early is copied again after the wait",
+    "checkpoint: a buffer is reused before its copy is done": "a blocking copy of this device ends when it returns; on "
+    "CUDA one to another dtype is two operations",
+    "activations: used and freed while a copy reads them": "what was copied to the host too late is not used",
+    "comm: messages are not waited for": OF_CPU,
+    "comm: the sum is gathered before it is there": OF_CPU,
+    "comm: the gathered sum is not waited for": OF_CPU,
+    "comm: the sum is gathered before it is copied": OF_CPU,
+}
+# Mutants that something else shows than the program of the detector.
+ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "gather: no room is made": ("two units",),
+    "release: compute waits instead": ("backward, repeated",),
+    "offload: the host does not wait after a forward without gradients": ("offload, evaluated",),
+}
+
+MUTANTS_HERE: tuple[Mutant, ...] = (*MUTANTS, *MORE)
+
+
+def names_of(mutant: Mutant) -> tuple[str, ...]:
+    """The features and scenarios that run with the mutant."""
+    return ELSEWHERE.get(mutant.name, TRAININGS[mutant.program])
+
+
+def harmless(mutant: Mutant) -> str:
+    return mutant.harmless or HARMLESS.get(mutant.name, "")
+
+
+def body(rank: int, world_size: int, index: int) -> str:
+    """What differs with the mutant, as all ranks see it; "" under no seed. Errors, and what scenarios assert, are
+    raised."""
+    mutant = MUTANTS_HERE[index]
+    names = names_of(mutant)
+    expected = {name: expected_of(name, rank, world_size) for name in names if name not in SCENARIOS}
+    with mutant.planted():
+        for seed in range(SEEDS):
+            for name in names:
+                if name in SCENARIOS:
+                    SCENARIOS[name](rank, world_size, seed)
+                    continue
+                text = differs(name, rank, world_size, seed, expected[name])
+                wrong = torch.tensor([float(bool(text))])
+                dist.all_reduce(wrong)
+                if wrong.item():
+                    return f"{name}, seed {seed}: {text or 'another rank'}"
+    return ""
+
+
+def num_ranks(mutant: Mutant) -> int:
+    return 4 if any(name in ON_FOUR for name in names_of(mutant)) else 2
+
+
+def found(mutant: Mutant) -> str:
+    """What is wrong with the mutant; ranks that hang or die count too. "" for one that survives."""
+    index = MUTANTS_HERE.index(mutant)
+    timeout_s = 300 if harmless(mutant) else 100  # all seeds of two scenarios take a minute on a busy machine
+    try:
+        answers: list[str] = run_on_ranks(
+            body, num_ranks(mutant), index=index, timeout_s=timeout_s, device=lagging.__name__
+        )
+    except RanksFailed as error:
+        return f"raised: {last_line(str(error))}"
+    return answers[0]
+
+
+def last_line(text: str) -> str:
+    """The error of a rank, without its traceback."""
+    lines = [line for line in text.splitlines() if "Error" in line or "hung" in line or "died" in line]
+    return lines[-1] if lines else text[:200]
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    chosen = [mutant for mutant in MUTANTS_HERE if not words or any(word in mutant.name for word in words)]
+    lagging.library()
+    survived = []
+    for mutant in chosen:
+        start = time.monotonic()
+        text = " ".join(found(mutant).split())
+        if not text and not harmless(mutant):
+            survived.append(mutant.name)
+        shown = text[:140] or harmless(mutant) or "SURVIVED"
+        print(f"{mutant.name} ({time.monotonic() - start:.1f} s): {shown}", flush=True)
+    close_pools()
+    dangerous = sum(not harmless(mutant) for mutant in chosen)
+    print(f"{dangerous - len(survived)} of {dangerous} that matter are found; survived: {survived}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""The lagging device itself: who forgets to wait computes with wrong numbers, who waits does not; and its memory."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp2.checkpoint.io.memory import new_buffer
+from tests.instruments.device import lagging
+from tests.instruments.device.ranks import DEVICE, SEEDS, late, on_device_ranks
+
+
+def seeds_with(wrong: Callable[[], bool]) -> int:
+    """In how many seeds `wrong` is true."""
+    count = 0
+    for seed in range(SEEDS):
+        with late(seed):
+            count += wrong()
+    return count
+
+
+def sum_made_on_another_stream(waits: bool) -> bool:
+    """Make a tensor on a side stream and read it on the current one. Whether its sum is wrong."""
+    side = torch.Stream(DEVICE)
+    with side:
+        ones = torch.ones(1000, device=DEVICE)
+        for _ in range(3):
+            ones = ones * 1
+        made = side.record_event()
+    if waits:
+        made.wait()
+    total = ones.sum()
+    torch.accelerator.synchronize()
+    return total.item() != 1000
+
+
+@on_device_ranks(1)
+def test_a_missing_wait_gives_wrong_numbers(rank: int, world_size: int) -> None:
+    assert seeds_with(lambda: sum_made_on_another_stream(waits=False)) >= SEEDS // 3
+    assert seeds_with(lambda: sum_made_on_another_stream(waits=True)) == 0
+
+
+@on_device_ranks(1)
+def test_a_slow_host_hides_no_missing_wait(rank: int, world_size: int) -> None:
+    """Some streams do nothing until somebody waits for them; then, and when nobody does, they go on."""
+
+    def is_wrong() -> bool:
+        side = torch.Stream(DEVICE)
+        with side:
+            ones = torch.ones(1000, device=DEVICE)
+        time.sleep(0.01)
+        total = ones.sum()
+        torch.accelerator.current_stream().synchronize()
+        return total.item() != 1000
+
+    count, num = 0, 4 * SEEDS
+    for seed in range(num):
+        with late(seed, 3000):
+            count += is_wrong()
+    assert count >= num // 5  # two in five are expected; which, depends on the streams that tests before have taken
+    for seed in range(SEEDS):
+        side = torch.Stream(DEVICE)
+        with late(seed), side:
+            torch.ones(3, device=DEVICE)
+            done = side.record_event()
+            while not done.query():
+                time.sleep(0.001)
+
+
+def sum_of_freed(keeps: bool) -> bool:
+    """Read a tensor on a side stream, and free it on the host, at once or when the side stream has been waited for. Any
+    allocation on the stream of the freed tensor may get its memory."""
+    side = torch.Stream(DEVICE)
+    ones = torch.ones(1000, device=DEVICE)
+    made = torch.accelerator.current_stream().record_event()
+    with side:
+        made.wait()
+        total = ones.sum()
+        done = side.record_event()
+    if keeps:
+        done.wait()
+    del ones
+    torch.empty(1, device=DEVICE)
+    torch.accelerator.synchronize()
+    return total.item() != 1000
+
+
+@on_device_ranks(1)
+def test_freed_memory_is_poisoned(rank: int, world_size: int) -> None:
+    assert seeds_with(lambda: sum_of_freed(keeps=False)) >= SEEDS // 5
+    assert seeds_with(lambda: sum_of_freed(keeps=True)) == 0
+
+
+@on_device_ranks(1)
+def test_a_write_to_freed_memory_is_reported(rank: int, world_size: int) -> None:
+    """By the next owner of the block, although it reads nothing of what was written."""
+
+    def is_reported() -> bool:
+        side = torch.Stream(DEVICE)
+        ones = torch.ones(1000, device=DEVICE)
+        torch.accelerator.synchronize()
+        with side:
+            for _ in range(3):
+                ones.fill_(2)
+        del ones
+        torch.empty(1, device=DEVICE)
+        side.synchronize()
+        again = torch.zeros(1000, device=DEVICE)
+        try:
+            torch.accelerator.synchronize()
+        except RuntimeError as error:
+            return "was written after it had been freed" in str(error)
+        return bool(again.sum().item() != 0)
+
+    assert seeds_with(is_reported) >= SEEDS // 5
+
+
+@on_device_ranks(1)
+def test_memory_is_counted(rank: int, world_size: int) -> None:
+    """Bytes in multiples of 512, their peak, and blocks that are used again on their own stream only."""
+    torch.accelerator.empty_cache()
+    before = lagging.counts()
+    first = torch.empty(1024, device=DEVICE)
+    second = torch.empty(1, device=DEVICE)
+    assert lagging.counts()["allocated"] - before["allocated"] == 4096 + 512
+    del first
+    assert lagging.counts()["allocated"] - before["allocated"] == 512
+    assert lagging.counts()["peak"] >= before["allocated"] + 4608
+    reserved, reused = lagging.counts()["reserved"], lagging.counts()["reused"]
+    again = torch.empty(1024, device=DEVICE)
+    assert (lagging.counts()["reserved"], lagging.counts()["reused"]) == (reserved, reused + 1)
+    del again
+    with torch.Stream(DEVICE):
+        other = torch.empty(1024, device=DEVICE)
+    assert (lagging.counts()["reserved"], lagging.counts()["reused"]) == (reserved + 4096, reused + 1)
+    torch.accelerator.reset_peak_memory_stats()
+    assert torch.accelerator.max_memory_allocated() == lagging.counts()["allocated"]
+    del second, other
+
+
+@on_device_ranks(1)
+def test_a_storage_that_is_resized_moves_its_bytes(rank: int, world_size: int) -> None:
+    """Views of it stay; what is freed is poison."""
+    storage = torch.UntypedStorage(0, device=DEVICE)
+    storage.resize_(400)
+    view = torch.empty(0, device=DEVICE).set_(storage, 0, (100,), (1,))
+    view.fill_(3)
+    storage.resize_(800)
+    assert view.sum().item() == 300
+    storage.resize_(0)
+    storage.resize_(400)
+    assert view.isnan().all()
+
+
+def pinned_copy(waits: bool) -> bool:
+    """Copy to pinned memory without blocking. Whether the host read it too early."""
+    source = torch.ones(1000, device=DEVICE)
+    for _ in range(3):
+        source = source * 1
+    host = torch.empty(1000, pin_memory=True)
+    assert host.is_pinned()
+    host.copy_(source, non_blocking=True)
+    if waits:
+        torch.accelerator.current_stream().record_event().synchronize()
+    wrong = not torch.equal(host, torch.ones(1000))
+    torch.accelerator.synchronize()
+    return wrong
+
+
+@on_device_ranks(1)
+def test_copies_to_pinned_memory_do_not_block(rank: int, world_size: int) -> None:
+    assert seeds_with(lambda: pinned_copy(waits=False)) >= SEEDS // 3
+    assert seeds_with(lambda: pinned_copy(waits=True)) == 0
+
+
+@on_device_ranks(1)
+def test_copies_from_pinned_memory_do_not_block(rank: int, world_size: int) -> None:
+    """The host must not change the source too early. It may free it: the allocator waits, as that of CUDA does."""
+
+    def is_wrong(changes: bool) -> bool:
+        host = torch.ones(1000).pin_memory()
+        device = host.to(DEVICE, non_blocking=True)
+        if changes:
+            host.zero_()
+        del host
+        others = torch.zeros(1000).pin_memory()
+        return bool(device.sum().item() != 1000) and others is not None
+
+    assert seeds_with(lambda: is_wrong(changes=True)) >= SEEDS // 5
+    assert seeds_with(lambda: is_wrong(changes=False)) == 0
+
+
+@on_device_ranks(1)
+def test_copies_of_other_memory_block(rank: int, world_size: int) -> None:
+    for seed in range(SEEDS):
+        with late(seed):
+            host = torch.ones(1000)
+            device = host.to(DEVICE, non_blocking=True)
+            host.zero_()
+            back = torch.empty(1000)
+            back.copy_(device, non_blocking=True)
+            assert back.sum() == 1000
+
+
+@on_device_ranks(1)
+def test_checkpoints_copy_through_pinned_memory(rank: int, world_size: int) -> None:
+    """That of CUDA was pinned, that of another accelerator was not, so that each copy of a staged save blocked."""
+    assert new_buffer(10, torch.device(DEVICE)).is_pinned()
+    assert not new_buffer(10, torch.device("cpu")).is_pinned()
+
+
+@on_device_ranks(1)
+def test_random_numbers_are_those_of_the_cpu(rank: int, world_size: int) -> None:
+    torch.manual_seed(3)
+    expected = [torch.randn(5), torch.rand(5)]
+    torch.manual_seed(3)
+    actual = [torch.randn(5, device=DEVICE), torch.rand(5, device=DEVICE)]
+    state = torch.lag.get_rng_state()
+    first = torch.nn.functional.dropout(torch.ones(20, device=DEVICE))
+    torch.lag.set_rng_state(state)
+    assert torch.equal(torch.nn.functional.dropout(torch.ones(20, device=DEVICE)), first)
+    for left, right in zip(actual, expected, strict=True):
+        assert torch.equal(left.cpu(), right)
+
+
+@on_device_ranks(1)
+def test_generators_of_the_program_are_those_of_the_cpu(rank: int, world_size: int) -> None:
+    """They were refused, so that `materialize` failed; the default one is left alone."""
+    state = torch.lag.get_rng_state()
+    own, cpu = torch.Generator(DEVICE).manual_seed(4), torch.Generator().manual_seed(4)
+    for _ in range(2):
+        actual = torch.empty(5, device=DEVICE).normal_(generator=own)
+        assert torch.equal(actual.cpu(), torch.empty(5).normal_(generator=cpu))
+    assert torch.equal(torch.lag.get_rng_state(), state)
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.empty(5, device=DEVICE).normal_(generator=cpu)
+
+
+@on_device_ranks(1)
+def test_wrong_calls_are_errors(rank: int, world_size: int) -> None:
+    """At once, where the host can know; else where it waits next."""
+    with pytest.raises(RuntimeError, match="shape"):
+        torch.ones(2, 3, device=DEVICE) @ torch.ones(2, 3, device=DEVICE)
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(3, device=DEVICE) + torch.ones(3)
+    torch.nn.functional.embedding(torch.tensor([7], device=DEVICE), torch.ones(2, 2, device=DEVICE))
+    with pytest.raises(RuntimeError, match=r"earlier work: aten::index_select.*out of range"):
+        torch.accelerator.synchronize()
+
+
+@on_device_ranks(1)
+def test_training_alone_is_that_of_the_cpu(rank: int, world_size: int) -> None:
+    """Bit for bit, on another current stream too; autograd runs backward on the streams of forward."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+
+    def train(model: nn.Module, device: str) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        for step in range(3):
+            x = torch.randn(5, 8, generator=torch.Generator().manual_seed(step)).to(device)
+            torch.nn.functional.cross_entropy(model(x), torch.tensor([0, 1, 2, 3, 0], device=device)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().cpu() for param in model.parameters()]
+
+    expected = train(copy.deepcopy(plain), "cpu")
+    for seed in range(SEEDS):
+        with late(seed):
+            stream = torch.Stream(DEVICE) if seed % 2 else torch.accelerator.current_stream()
+            model = copy.deepcopy(plain).to(DEVICE)
+            torch.accelerator.synchronize()
+            with stream:
+                for left, right in zip(train(model, DEVICE), expected, strict=True):
+                    assert torch.equal(left, right)

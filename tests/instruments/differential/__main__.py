@@ -1,0 +1,88 @@
+"""python -m tests.instruments.differential: see `tests/instruments/differential/__init__.py`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+os.environ["RES_OPTIONS"] = "attempts:0"
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.instruments.differential")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--count", type=int, default=10**9)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--keep", type=Path, default=None, help="folder for the programs that differ")
+    parser.add_argument("--program", type=Path, help="run this kept program (.json)")
+    parser.add_argument("--stop", type=int, default=10**9, help="after that many differences")
+    parser.add_argument("--containing", default="", help="only programs that contain all of these words, by comma")
+    parser.add_argument("--between", action="store_true", help="programs of what is done between steps")
+    parser.add_argument("--without", default="", help="blocks that are not to be used, by comma")
+    parser.add_argument("--shrink", type=float, default=0.0, help="seconds to spend on making a difference small")
+    parser.add_argument("--timeout", type=float, default=30.0)
+    options = parser.parse_args()
+
+    from tests.helpers.ranks import close_pools
+    from tests.instruments.differential.generate import generate
+    from tests.instruments.differential.program import Program
+    from tests.instruments.differential.runner import run
+    from tests.instruments.differential.script import script_of
+    from tests.instruments.differential.shrink import shrink
+
+    start, kinds, ends, seconds = time.monotonic(), Counter(), Counter(), []
+    actions: Counter[str] = Counter()
+    known: Counter[str] = Counter()
+    seed = options.seed
+    while time.monotonic() - start < options.seconds and seed - options.seed < options.count:
+        program = generate(seed, options.ranks, tuple(filter(None, options.without.split(","))), options.between)
+        if options.program:
+            program, options.count = Program.from_json(options.program.read_text()), 1
+        if not all(word in program.to_json() for word in options.containing.split(",")):
+            seed, options.count = seed + 1, options.count + 1
+            continue
+        result = run(program, options.timeout)
+        kinds[result.kind] += 1
+        actions.update(result.ran)
+        known.update(result.used)
+        seconds.append(result.seconds)
+        if result.ended:
+            ends[result.ended[:110]] += 1
+        if result.kind != "same":
+            code = program.actions[result.at].code if result.at >= 0 else ""
+            print(f"--- seed {seed}: {result.kind} at action {result.at}: {code}\n{result.text[:1500]}", flush=True)
+            if options.shrink:
+                program, result = shrink(program, result, partial(run, timeout_s=options.timeout), options.shrink)
+                found = f"{result.kind} at the last action\n{result.text[:1500]}"
+                source = script_of(program, f"Seed {seed} on {options.ranks} ranks, shrunk.", found)
+                lines = (*program.before, *program.actions)
+                print("".join(f"    {action.code}\n" for action in lines), found, flush=True)
+                print("    ", *(f"{model.source()}  {model.units()}" for model in program.models), program.mesh)
+                if options.keep:
+                    options.keep.mkdir(parents=True, exist_ok=True)
+                    (options.keep / f"seed{seed}_{options.ranks}.py").write_text(source)
+                    (options.keep / f"seed{seed}_{options.ranks}.json").write_text(program.to_json())
+            if sum(kinds.values()) - kinds["same"] >= options.stop:
+                break
+        seed += 1
+    wall = time.monotonic() - start
+    close_pools()
+    seconds.sort()
+    print(f"\n{len(seconds)} programs on {options.ranks} ranks in {wall:.0f} s, {dict(kinds)}")
+    if seconds:
+        print(
+            f"seconds a program: median {seconds[len(seconds) // 2]:.3f}, 95% {seconds[len(seconds) * 95 // 100]:.3f}"
+        )
+    print("ended early:", *(f"\n  {count} {text}" for text, count in ends.most_common(40)))
+    print("known differences met:", dict(known.most_common()))
+    print("actions:", dict(actions.most_common()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Faults put into the runtime on purpose, and a program of the fuzzer that finds each.
+
+    python -m tests.instruments.differential.mutants            # all of them, or those that are named
+
+The kept program `missed/NAME.json` must differ with the fault, and be the same without it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["RES_OPTIONS"] = "attempts:0"
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from tests.helpers.mutants import mutated
+from tests.helpers.ranks import close_pools
+from tests.instruments.differential.interpret import run_program
+from tests.instruments.differential.program import Program
+from tests.instruments.differential.runner import run
+
+__all__ = ["MISSED", "MISSED_BEFORE", "Mutant", "find"]
+
+PROGRAMS = Path(__file__).parent / "missed"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Replacements, old and new text, in a module below fsdp2."""
+
+    name: str
+    module: str
+    changes: tuple[tuple[str, str], ...]
+
+    @property
+    def program(self) -> Program:
+        """The program that finds it."""
+        return Program.from_json((PROGRAMS / f"{self.name}.json").read_text())
+
+    def planted(self) -> AbstractContextManager[None]:
+        """The library has the fault."""
+        return mutated(self.module, self.changes)
+
+
+# Not found by today's other tests, in the protective tier.
+MISSED = (
+    Mutant(
+        "forward-in-part",  # a list of modules of which the forward ran some, then a backward
+        "runtime.forward",
+        (("(state.stage is not Stage.FORWARD or", "(not state.to_run or"),),
+    ),
+)
+
+# Not found by the tests from before the fuzzer: faults that the tree had, put back.
+MISSED_BEFORE = (
+    Mutant(
+        "all-reduce-left-off",
+        "settings",
+        (("requires_gradient_sync=sync, requires_all_reduce=sync)", "requires_gradient_sync=sync)"),),
+    ),
+    Mutant(
+        "last-factor-counts",
+        "runtime.reduction",
+        (
+            (
+                "return self.flat if divisor == self.divisor else self.flat * (divisor / self.divisor)",
+                "return self.flat",
+            ),
+        ),
+    ),
+    Mutant(
+        "gradients-by-hand",
+        "runtime.gradients",
+        (
+            (
+                "(at_end and self.partials) or 1 in has_grad",
+                "(at_end and self.partials) or self.arrived",
+            ),
+        ),
+    ),
+    Mutant(
+        "inner-backwards-reduce",
+        "runtime.gradients",
+        (("backward is None or backward == running_backward()", "True"),),
+    ),
+    Mutant(
+        "hooks-after-reduction",
+        "runtime.gradients",
+        (
+            ("        self.keep_hooks_last()\n", ""),
+            (" and next(reversed((hooks_of(unsharded) or {}).values())) is hook", ""),
+        ),
+    ),
+    Mutant(
+        "torch-func-unhooked",
+        "runtime.autograd",
+        (('return hooks.implementation(hooks.levels, "begin", "torch.func")(callback, output)', "pass"),),
+    ),
+    Mutant(
+        "false-order-error",
+        "runtime.changes",
+        (("elif self._used_at is not None and versions", "elif versions"),),
+    ),
+    Mutant(
+        "call-within-itself",
+        "runtime.forward",
+        (("is_new = not is_recomputation and len(state.calls) == 1", "is_new = not is_recomputation"),),
+    ),
+)
+
+
+def run_mutated(rank: int, world_size: int, name: str, **options: Any) -> Any:
+    mutant = next(each for each in (*MISSED, *MISSED_BEFORE) if each.name == name)
+    with mutant.planted():
+        return run_program(rank, world_size, **options)
+
+
+def find(mutant: Mutant) -> str:
+    """How the program differs on the mutant; "" where it does not, or where it differs on the tree as it is."""
+    program = mutant.program
+    if run(program).kind != "same":
+        return ""
+    result = run(program, body=run_mutated, name=mutant.name)
+    return "" if result.kind == "same" else f"{result.kind} at action {result.at}: {result.text}"
+
+
+def main() -> None:
+    names = sys.argv[1:]
+    for mutant in (*MISSED, *MISSED_BEFORE):
+        if not names or mutant.name in names:
+            start = time.monotonic()
+            found = find(mutant).partition("\n")[0][:110] or "NOT FOUND"
+            print(f"{mutant.name}: {time.monotonic() - start:.1f} s: {found}", flush=True)
+    close_pools()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The differential fuzzer: fixed seeds in the protective tier, many in the exhaustive one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.parity_models import TORCH_VERSION
+from tests.helpers.source_tree import ROOT
+from tests.instruments.differential.generate import generate
+from tests.instruments.differential.known import TRANSFORMS
+from tests.instruments.differential.mutants import MISSED, MISSED_BEFORE, Mutant, find
+from tests.instruments.differential.program import Action, Model, Node, Program
+from tests.instruments.differential.runner import run
+from tests.instruments.differential.script import script_of
+
+FOUND = Path(__file__).parent / "found"
+SAMPLE = {2: range(16), 4: range(2)}  # ranks: seeds
+BETWEEN = {n: range(3_000_000, 3_000_100) for n in (2, 4)}
+# The first of those of the longest campaign.
+CAMPAIGN = {2: range(2_000_000, 2_000_500), 4: range(2_000_000, 2_000_200)}
+AT_ONCE = 100
+
+
+needs_torchs = pytest.mark.skipif(
+    TORCH_VERSION < (2, 13), reason="torch's own FSDP2 lacks setters and transforms that the programs use"
+)
+
+
+@needs_torchs
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_fixed_seeds(num_ranks: int, between: bool) -> None:
+    """torch's FSDP2, fsdp2 and one process agree after every action of these programs."""
+    for seed in SAMPLE[num_ranks]:
+        _check(seed, num_ranks, between)
+
+
+def test_programs_are_data() -> None:
+    """A program survives JSON, and a seed always gives the same one."""
+    for seed in range(50):
+        for between in (False, True):
+            program = generate(seed, 2, between=between)
+            assert Program.from_json(program.to_json()) == program == generate(seed, 2, between=between)
+
+
+@pytest.mark.parametrize(
+    ("options", "called"), [(None, "model(t, (0,))"), ("", "model.blocks[0](t)")], ids=["root", "below-a-root"]
+)
+@pytest.mark.parametrize("transform", ["jacrev", "vjp"])
+@needs_torchs
+def test_gradients_of_transforms(transform: str, options: str | None, called: str) -> None:
+    """torch leaves the gradients of a transform that runs a backward to a later backward, and fsdp2 does not.
+
+    It does so without an error where the backward through the transform reads no resharded parameters, on any number
+    of ranks: here on two, and in the first such transform.
+    """
+    value = {
+        "jacrev": f"torch.func.jacrev(lambda t: {called})(x(1))",
+        "vjp": f"torch.func.vjp(lambda t: {called}, x(1))[1](x(2))[0]",
+    }[transform]
+    actions = (
+        Action("forward", "loss[0] = loss_of(model(x(0), (0,)))", makes=0),
+        Action("backward", "loss[0].backward()", needs=(0,)),
+        Action(f"torch.func.{transform}", f"loss[1] = loss_of({value})", makes=1),
+        Action("backward", "loss[1].backward()", needs=(1,)),
+    )
+    model = Model("model", (Node("Unused", unit=True),), options=options)
+    optimizer = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+    result = run(Program(1, 2, (2,), ("shard",), (model,), optimizer, actions))
+    assert (result.kind, result.used) == ("same", [TRANSFORMS]), result.text
+    assert len(result.ran) == len(actions) and not result.ended
+
+
+def test_backward_that_fails_twice() -> None:
+    """fsdp2 refuses a backward after one that raised; torch runs it, and may raise the same again."""
+    actions = (
+        Action("fail", 'model.blocks[0].fails = "backward"'),
+        Action(
+            "forward",
+            "given = x(0).requires_grad_(); loss[0] = loss_of(model(given, (0,))); "
+            "torch.autograd.grad(loss[0], given, retain_graph=True)",
+            makes=0,
+        ),
+        Action("backward", "loss[0].backward()", needs=(0,)),
+    )
+    program = Program(1, 2, (2,), ("shard",), (Model("model", (Node("Lin"),)),), "optimizer = None", actions)
+    result = run(program)
+    assert result.kind == "same", result.text
+    assert result.used == ["a forward or a backward after a backward that raised, without `reset_iter_state`"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("path", sorted(FOUND.glob("*.json")), ids=lambda path: path.stem)
+def test_found_programs(path: Path) -> None:
+    """Programs in which the fuzzer has found a fault of fsdp2."""
+    result = run(Program.from_json(path.read_text()))
+    assert result.kind == "same", result.text
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mutant", [*MISSED, *MISSED_BEFORE], ids=lambda mutant: mutant.name)
+def test_mutants_are_found(mutant: Mutant) -> None:
+    """Faults put into the runtime on purpose, each with a program that differs on it and is the same without."""
+    assert find(mutant)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("num_ranks", "first"),
+    [(n, seed) for campaign in (CAMPAIGN, BETWEEN) for n, seeds in campaign.items() for seed in seeds[::AT_ONCE]],
+)
+def test_more_seeds(num_ranks: int, first: int) -> None:
+    """As `test_fixed_seeds`, more of them: five minutes or so."""
+    for seed in range(first, first + AT_ONCE):
+        _check(seed, num_ranks, seed in BETWEEN.get(num_ranks, ()))
+
+
+def _check(seed: int, num_ranks: int, between: bool) -> None:
+    result = run(generate(seed, num_ranks, between=between))
+    command = f"python -m tests.instruments.differential --seed {seed} --count 1 --ranks {num_ranks} --shrink 60"
+    command += " --between" if between else ""
+    assert result.kind == "same", f"{command}: {result.text}"
+
+
+@pytest.mark.exhaustive
+def test_scripts_run_by_themselves(tmp_path: Path) -> None:
+    """What is printed of a difference is a script that needs nothing of the fuzzer."""
+    for seed in (3, 4):
+        path = tmp_path / f"seed{seed}.py"
+        path.write_text(script_of(generate(seed, 2), "A program.", "Nothing."))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "---\ntorch" in done.stdout and "---\nfsdp2" in done.stdout

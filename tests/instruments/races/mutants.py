@@ -1,0 +1,391 @@
+"""Waits, records and keep-alives of the library, to be taken out one at a time.
+
+`python -m tests.instruments.races` does that, and shows what the race detector says of each.
+"""
+
+from __future__ import annotations
+
+from tests.instruments.races.mutant import Mutant
+from tests.instruments.races.mutants_of_offload import OF_OFFLOAD
+
+__all__ = ["MUTANTS", "Mutant"]
+
+
+BUCKET, REDUCTION, STEP, MEMORY = (f"runtime.{name}" for name in ("bucket", "reduction", "step", "storage"))
+SAME_STREAM = "all that is done with it is in the order of one stream"
+SCALED = "flat = _scaled(plan, flat, scaling.post, settings, streams, kept)  # [5]\n"
+WORK_HOLDS = "the work handle holds it until the stream has waited"
+
+MUTANTS: tuple[Mutant, ...] = (
+    # --- all-gathers ---
+    Mutant("gather: compute does not wait", BUCKET, "under_way()\n", "pass\n", "plain"),
+    Mutant(
+        "gather: the event is recorded before the collective ends",
+        BUCKET,
+        "                finish()\n                finish = partial(streams.wait, streams.record())\n",
+        "                event = streams.record()\n                finish()\n"
+        "                finish = partial(streams.wait, event)\n",
+        "plain",
+    ),
+    Mutant(
+        "gather: no event after it",
+        BUCKET,
+        "finish = partial(streams.wait, streams.record())",
+        "finish = lambda: None",
+        "plain",
+    ),
+    Mutant(
+        "gather: the event is that of another stream",
+        BUCKET,
+        "            if not streams.lazy:\n                finish()\n"
+        "                finish = partial(streams.wait, streams.record())\n",
+        "            finish()\n        finish = partial(streams.wait, streams.record())\n",
+        "plain",
+    ),
+    Mutant(
+        "gather: frozen parameters are copied to the host on the compute stream",
+        "extras.kept",
+        "with torch.no_grad(), memory.streams.gathering():",
+        "with torch.no_grad():",
+        "frozen",
+        harmless="slower only: the next gather waits for the release of the unit's memory, which comes after the copy",
+    ),
+    Mutant("gather: no wait for kept memory", BUCKET, "streams.wait(used)", "pass", "kept"),
+    Mutant(
+        "gather: kept memory is not in use",
+        BUCKET,
+        " or self.source.follows_compute",
+        "",
+        "kept",
+    ),
+    Mutant(
+        "gather: copies on the smaller mesh are not in use",
+        BUCKET,
+        "self.phase is Phase.PART or self.source.follows_compute",
+        "self.source.follows_compute",
+        "smaller",
+        harmless="`make_room` waits for the release of the unit's memory, which comes after its copies were made",
+    ),
+    Mutant(
+        "gather: no room is made",
+        BUCKET,
+        "memory.make_room(source.base, prefetching)\n",
+        "pass\n",
+        "again",
+    ),
+    Mutant(
+        "gather: on the compute stream",
+        BUCKET,
+        "with named, streams.gathering():",
+        "with named:",
+        "plain",
+        harmless="slower, but in the order of one stream",
+    ),
+    Mutant(
+        "gather: the collective is not waited for",
+        "runtime.gather",
+        "collective.wait(started)",
+        "pass",
+        "plain",
+    ),
+    Mutant(
+        "gather: copied out before the wait",
+        "runtime.gather",
+        "        if collective is not None:\n            collective.wait",
+        "        if self._packed is not None:\n            storage.alloc()\n"
+        "            copy_lists(self._unpack_to, self._unpack_from)\n"
+        "        if collective is not None:\n            collective.wait",
+        "plain",
+    ),
+    # --- memory that is released ---
+    Mutant(
+        "reshard: memory is freed at once",
+        "runtime.source",
+        "memory.release(self, group.channel.fqn)",
+        "self.free()",
+        "plain",
+    ),
+    Mutant("release: no event", MEMORY, "(storage, self.streams.record(), unit)", "(storage, None, unit)", "plain"),
+    Mutant(
+        "release: the event is on the gather stream",
+        MEMORY,
+        "            self.released.append((storage, self.streams.record(), unit))",
+        "            with self.streams.gathering():\n"
+        "                self.released.append((storage, self.streams.record(), unit))",
+        "plain",
+    ),
+    Mutant("release: taken back without a wait", MEMORY, "self.streams.wait(entry[1])", "pass", "again"),
+    Mutant("release: freed without a wait", MEMORY, "self.streams.wait(event)", "pass", "plain"),
+    Mutant(
+        "release: compute waits instead",
+        MEMORY,
+        "        with self.streams.gathering():\n            while self.released:\n                self._free_oldest()",
+        "        while self.released:\n            self._free_oldest()",
+        "added",
+    ),
+    Mutant(
+        "inner shards: freed while another stream is current",
+        BUCKET,
+        "            with memory.streams.gathering():\n                source.drop_part(self)",
+        "            source.drop_part(self)",
+        "inner",
+        harmless="the allocator gives a block back to the stream on which it was allocated, whatever is current",
+    ),
+    # --- what the optimizer changes ---
+    Mutant(
+        "forward: gathers do not wait for the optimizer",
+        STEP,
+        "        self.follow_compute(self.post_optim_event)\n",
+        "",
+        "plain",
+    ),
+    Mutant(
+        "forward: the wait is on the compute stream",
+        STEP,
+        "        with streams.gathering():\n            streams.wait(event)",
+        "        streams.wait(event)",
+        "plain",
+    ),
+    Mutant(
+        "forward: the optimizer's event is ignored",
+        STEP,
+        "event = event or streams.record()",
+        "event = streams.record()",
+        "optimized_aside",
+    ),
+    Mutant(
+        "forward: the optimizer's event counts for ever",
+        STEP,
+        "        self.post_optim_event = None\n\n    def follow",
+        "\n    def follow",
+        "optimized_aside",
+    ),
+    # --- reductions ---
+    Mutant(
+        "reduction: no wait for the gradients",
+        REDUCTION,
+        "        streams.wait(ready)\n        kept",
+        "        kept",
+        "plain",
+    ),
+    Mutant(
+        "reduction: the event is on the reduce stream",
+        REDUCTION,
+        "    ready = streams.record()\n    with streams.reducing():\n",
+        "    with streams.reducing():\n        ready = streams.record()\n",
+        "plain",
+    ),
+    Mutant(
+        "reduction: on the compute stream",
+        REDUCTION,
+        "    with streams.reducing():\n        # Gradients",
+        "    with NOTHING:\n        # Gradients",
+        "plain",
+        harmless="slower, but in the order of one stream",
+    ),
+    Mutant(
+        "reduction: gradients are not kept",
+        REDUCTION,
+        "kept += [*grads, *sent]",
+        "kept += sent",
+        "plain",
+        harmless="`_steps` keeps those of the compute stream; others belong to the reduce stream",
+    ),
+    Mutant(
+        "reduction: gradients before a division are not kept",
+        REDUCTION,
+        "kept = [] if is_lazy else [*grads]",
+        "kept = []",
+        "half",
+    ),
+    Mutant(
+        "reduction: what is sent is not kept",
+        REDUCTION,
+        "kept += [*grads, *sent]",
+        "kept += grads",
+        "wire_over_nccl",
+        harmless=WORK_HOLDS,
+    ),
+    Mutant(
+        "reduction: nothing is kept until the end",
+        REDUCTION,
+        "    if not is_lazy:\n        yield partial(streams.wait, done)\n    if done",
+        "    kept.clear()\n    if not is_lazy:\n        yield partial(streams.wait, done)\n    if done",
+        "plain",
+    ),
+    Mutant(
+        "reduction: the collective is not waited for",
+        "runtime.streams",
+        "    wait(started)\n",
+        "    pass\n",
+        "plain",
+    ),
+    Mutant(
+        "reduction: the scale is on the compute stream",
+        REDUCTION,
+        f"        if not has_replicas:\n            {SCALED}        done = streams.record()\n",
+        f"    if not has_replicas:\n        {SCALED}    done = streams.record()\n",
+        "mixed",
+    ),
+    Mutant(
+        "reduction: the event is recorded before the scale",
+        REDUCTION,
+        f"        if not has_replicas:\n            {SCALED}        done = streams.record()\n",
+        f"        done = streams.record()\n        if not has_replicas:\n            {SCALED}",
+        "mixed",
+    ),
+    Mutant(
+        "reduction: compute does not wait",
+        REDUCTION,
+        "        yield partial(streams.wait, done)\n    if done",
+        "        pass\n    if done",
+        "plain",
+    ),
+    Mutant(
+        "reduction: handed over before the wait",
+        REDUCTION,
+        "    if not is_lazy:\n        yield partial(streams.wait, done)\n    if done",
+        "    plan.sink.deliver(map(torch.Tensor.as_strided, repeat(flat), *plan.sink.views))\n"
+        "    if not is_lazy:\n        yield partial(streams.wait, done)\n    if done",
+        "added",
+    ),
+    Mutant("offload: the host does not wait", REDUCTION, "done.synchronize()", "pass", "offload"),
+    Mutant(
+        "offload: the host does not wait after a forward without gradients",
+        "extras.host_memory",
+        "copied.synchronize()",
+        "pass",
+        "offload",
+    ),
+    # --- replicas ---
+    Mutant(
+        "partials: compute does not wait",
+        REDUCTION,
+        "                yield partial(streams.wait, done)\n            _add",
+        "                pass\n            _add",
+        "partials",
+    ),
+    Mutant(
+        "all-reduce: no wait for the reduce-scatter",
+        REDUCTION,
+        "            streams.wait(done)\n            _add",
+        "            _add",
+        "hsdp",
+    ),
+    Mutant(
+        "all-reduce: the collective is not waited for",
+        REDUCTION,
+        "streams.later(collective.wait, collective.start([flat], [flat]))",
+        "collective.start([flat], [flat]) and None",
+        "hsdp",
+    ),
+    Mutant(
+        "all-reduce: no event after it",
+        REDUCTION,
+        f"    {SCALED}            done = streams.record()\n",
+        f"    {SCALED}",
+        "hsdp",
+    ),
+    Mutant(
+        "all-reduce: the inner output is not kept",
+        "extras.shard_replicas",
+        "kept += [flat, inner",
+        "kept += [inner",
+        "inner",
+    ),
+    Mutant(
+        "all-reduce: the output before the cast is not kept",
+        REDUCTION,
+        "    kept.append(flat)  # allocated on the reduce-scatter stream, may be read on the all-reduce stream\n",
+        "",
+        "hsdp",
+    ),
+    # --- hooks on a stream of the user's ---
+    Mutant(
+        "hook: its stream does not wait",
+        "extras.all_reduce_hook",
+        "        with self._stream:\n            streams.wait(ready)\n",
+        "        with self._stream:\n",
+        "hooked",
+    ),
+    Mutant(
+        "hook: nobody waits for it",
+        "extras.all_reduce_hook",
+        "        streams.wait(done)\n",
+        "",
+        "hooked",
+    ),
+    Mutant(
+        "hook: its event is recorded before it",
+        "extras.all_reduce_hook",
+        "            self._hook(flat, mesh)\n            done = streams.record()\n",
+        "            done = streams.record()\n            self._hook(flat, mesh)\n",
+        "hooked",
+    ),
+    *OF_OFFLOAD,
+    # --- communication ---
+    Mutant(
+        "comm: works are not waited for",
+        "watch.exchange",
+        "            pending.wait()\n",
+        "            pass\n",
+        "over_nccl",
+    ),
+    Mutant(
+        "comm: results are completed before the wait",
+        "extras.narrow",
+        "        for work in self.works:\n            if work is not None:\n                work.wait()\n",
+        "",
+        "wire_over_nccl",
+    ),
+    Mutant(
+        "comm: messages are not waited for",
+        "comm.gloo",
+        "        for work in self.works:\n            work.wait()\n",
+        "",
+        "plain",
+    ),
+    Mutant(
+        "comm: the sum is gathered before it is there",
+        "comm.gloo",
+        "        self.scattering.wait()\n",
+        "",
+        "replicated",
+    ),
+    Mutant(
+        "comm: the gathered sum is not waited for",
+        "comm.gloo",
+        "            self.gather.call().wait()\n",
+        "            self.gathering = self.gather.call()\n",
+        "replicated",
+    ),
+    Mutant(
+        "comm: the sum is gathered before it is copied",
+        "comm.gloo",
+        "        self.row.copy_(self.sum)\n        if self.gather is not None:\n"
+        "            self.gather.call().wait()\n",
+        "        gathering = None if self.gather is None else self.gather.call()\n        self.row.copy_(self.sum)\n"
+        "        if gathering is not None:\n            gathering.wait()\n",
+        "replicated",
+    ),
+    Mutant(
+        "comm: what a collective of the user's reads is not kept",
+        "extras.custom_comm",
+        "        kept.append(source)\n",
+        "",
+        "custom",
+        harmless=WORK_HOLDS,
+    ),
+    # --- whole matrices ---
+    Mutant("exchange: what travels is not waited for", "optim.exchange", "self._work.wait()", "pass", "matrices"),
+    Mutant(
+        "exchange: what is sent is not kept",
+        "optim.exchange",
+        "        self._buffers = in_one, received\n",
+        "        self._buffers = received, received\n",
+        "matrices",
+        harmless=WORK_HOLDS,
+    ),
+    # --- checkpoints ---
+    Mutant("staging: the host does not wait", "checkpoint.run.background", "    wait_for(ends)", "    pass", "staging"),
+)

@@ -1,0 +1,225 @@
+"""The mutants of what moves to host memory: steps in the background, their states, and activations."""
+
+from __future__ import annotations
+
+from tests.instruments.races.mutant import Mutant
+
+__all__ = ["OF_OFFLOAD"]
+
+PART, DISK, ACTIVATIONS = "optim.offloaded_part", "optim.on_disk", "extras.activations"
+STEP = """\
+                without_hooks(self._inner.step)(self._inner)
+            except BaseException:
+                if self._staged is not None:
+                    self._staged.drop()
+                raise
+"""
+STORE = """\
+            try:
+                self._store()
+            finally:  # what could not be stored is in memory still
+                self._publish(states)
+                self._done = self._streams.record()
+"""
+
+OF_OFFLOAD: tuple[Mutant, ...] = (
+    # --- optimizers that step in the background ---
+    Mutant(
+        "step: it does not wait for the gradients", PART, "            self._streams.wait(ready)\n", "", "stepped_aside"
+    ),
+    Mutant(
+        "step: its event is recorded before it",
+        PART,
+        STEP + STORE,
+        "                done = self._streams.record()\n" + STEP + STORE.replace("self._streams.record()", "done"),
+        "stepped_aside",
+    ),
+    Mutant(
+        "step: all-gathers do not wait",
+        PART,
+        "            self._streams.wait(self._done)\n        else:",
+        "        else:",
+        "stepped_aside",
+    ),
+    Mutant(
+        "step: who looks does not wait",
+        PART,
+        "                self._streams.wait(self._done)\n\n    def _become_real",
+        "\n    def _become_real",
+        "stepped_aside",
+    ),
+    Mutant(
+        "step: reductions may get the memory of gradients that it reads",
+        PART,
+        "            with stream():\n                self._streams.wait(self._done)\n",
+        "            pass\n",
+        "stepped_aside",
+    ),
+    Mutant(
+        "step: gradients are not kept", PART, "            self._kept = grads\n", "            pass\n", "stepped_aside"
+    ),
+    Mutant(
+        "step: its event is recorded before results are copied back",
+        PART,
+        STORE,
+        "            done = self._streams.record()\n" + STORE.replace("self._streams.record()", "done"),
+        "stepped_by_host",
+    ),
+    Mutant(
+        "step: the host does not wait for the parameters that it steps",
+        PART,
+        "            event.synchronize()  # the host steps",
+        "            pass  # the host steps",
+        "stepped_by_host",
+    ),
+    Mutant("step: the host does not wait for states", PART, "self._done.synchronize()", "pass", "staged_states"),
+    Mutant(
+        "step: the last one is not waited for",
+        "optim.offloaded",
+        "        if part is not None:\n            part.settle()\n",
+        "",
+        "staged_states",
+        harmless="a part whose parameters are pending is made anew, and whoever looks at these waits",
+    ),
+    Mutant(
+        "step: gradients are zeroed without a wait",
+        "optim.offloaded",
+        "        if not set_to_none:\n            self.wait()\n",
+        "",
+        "staged_states",
+    ),
+    Mutant(
+        "step: state is loaded without a wait",
+        "optim.offloaded",
+        """        for part in self.__dict__.get("_known", _Known()).parts.values():\n            part.settle()\n""",
+        "",
+        "staged_states",
+        harmless="the parameters are pending still, and the step publishes to the state of before",
+    ),
+    Mutant("pending: who looks does not wait", "optim.pending", "        self.settle()\n", "", "staged_states"),
+    Mutant(
+        "states: they are taken on the compute stream",
+        PART,
+        "        with self._stepping():\n            has_copied = ",
+        "        with torch.no_grad():\n            has_copied = ",
+        "staged_states",
+        harmless="a step for which states were copied is waited for at once",
+    ),
+    Mutant(
+        "states: they are fetched on another stream",
+        PART,
+        "            self._staged.fetch()",
+        "            with self._streams.reducing():\n                self._staged.fetch()",
+        "staged_states",
+    ),
+    Mutant(
+        "states: they are stored on another stream",
+        PART,
+        "            self._staged.store()",
+        "            with self._streams.reducing():\n                self._staged.store()",
+        "staged_states",
+    ),
+    Mutant(
+        "states: who looks does not wait",
+        "optim.offloaded",
+        "        self.wait()\n        state: d",
+        "        state: d",
+        "staged_states",
+    ),
+    # --- states in files ---
+    Mutant(
+        "disk: files are written while the device copies",
+        DISK,
+        "self._there.to(HOST)",
+        "self._there.to(HOST, non_blocking=True)",
+        "states_on_disk",
+    ),
+    Mutant(
+        "disk: the copy to the device does not block",
+        DISK,
+        "self._there.copy_(self.memory)",
+        "self._there.copy_(self.memory, non_blocking=True)",
+        "states_on_disk",
+        harmless="memory that is not pinned has been read when the copy returns",
+    ),
+    # --- activations in host memory ---
+    Mutant(
+        "activations: a copy to the host does not wait",
+        ACTIVATIONS,
+        "            streams.wait(ready)\n            self._host = ",
+        "            self._host = ",
+        "activations",
+    ),
+    Mutant(
+        "activations: a copy to the host is on the compute stream",
+        ACTIVATIONS,
+        "        with torch.no_grad(), streams.copying():\n            streams.wait(ready)\n            self._host = ",
+        "        with torch.no_grad():\n            streams.wait(ready)\n            self._host = ",
+        "activations",
+        harmless="slower, but in the order of one stream",
+    ),
+    Mutant(
+        "activations: the event is recorded before the copy to the host",
+        ACTIVATIONS,
+        "            self._host.copy_(tensor, non_blocking=True)\n            self._done = streams.record()\n",
+        "            self._done = streams.record()\n            self._host.copy_(tensor, non_blocking=True)\n",
+        "activations",
+    ),
+    Mutant(
+        "activations: freed without a wait",
+        ACTIVATIONS,
+        "            streams_for(self._device).wait(self._done)\n            self._tensor = None",
+        "            self._tensor = None",
+        "activations",
+    ),
+    Mutant(
+        "activations: used and freed while a copy reads them",
+        ACTIVATIONS,
+        "            self.wait()  # its copy",
+        "            pass  # its copy",
+        "activations",
+    ),
+    Mutant(
+        "activations: a copy to the device does not wait",
+        ACTIVATIONS,
+        "            streams.wait(ready)\n            self._tensor.c",
+        "            self._tensor.c",
+        "activations",
+    ),
+    Mutant(
+        "activations: a copy to the device is on the compute stream",
+        ACTIVATIONS,
+        "        with torch.no_grad(), streams.copying():\n            streams.wait(ready)\n            self._tensor.c",
+        "        with torch.no_grad():\n            streams.wait(ready)\n            self._tensor.c",
+        "activations",
+        harmless="slower, but in the order of one stream",
+    ),
+    Mutant(
+        "activations: the event is recorded before the copy to the device",
+        ACTIVATIONS,
+        "            self._tensor.copy_(self._host, non_blocking=True)\n            self._done = streams.record()\n",
+        "            self._done = streams.record()\n            self._tensor.copy_(self._host, non_blocking=True)\n",
+        "activations",
+    ),
+    Mutant(
+        "activations: compute does not wait for what comes back",
+        ACTIVATIONS,
+        "            saved.wait()\n",
+        "            pass\n",
+        "activations",
+    ),
+    Mutant(
+        "activations: what comes back is not kept",
+        ACTIVATIONS,
+        "        self._arriving.append(saved)",
+        "        pass",
+        "activations",
+    ),
+    Mutant(
+        "activations: what came back and was not used is dropped without a wait",
+        ACTIVATIONS,
+        "        for saved in [*self._arriving]:\n            self.arrived(saved)\n",
+        "        self._arriving.clear()\n",
+        "activations",
+    ),
+)

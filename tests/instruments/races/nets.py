@@ -1,0 +1,82 @@
+"""What the programs for the detector share: a small net, sharded and trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import FSDPModule, fully_shard
+from fsdp2.extras.comm_memory import FlatAllGather, FlatReduceScatter
+from tests.instruments.races.detector import Detector
+
+__all__ = ["Look", "Recomputed", "batch", "customise", "mesh_of", "net", "results", "sharded", "step", "trained"]
+
+Look = Detector | None  # None: nobody looks
+
+
+def net(num: int = 3) -> nn.Sequential:
+    """Weights take the direct lane, biases the packed one."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 96), nn.Tanh(), nn.Linear(96, 32)) for _ in range(num)])
+
+
+class Recomputed(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def sharded(model: nn.Sequential, **options: Any) -> Any:
+    for block in model:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def mesh_of(replicas: int, shards: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def step(model: Any, rank: int, number: int) -> None:
+    model(batch(rank, number)).square().mean().backward()
+
+
+def trained(model: Any, rank: int, steps: int = 3) -> list[Tensor]:
+    """The first of each pair of microbatches is not reduced."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(steps):
+        model.set_requires_gradient_sync(False)
+        step(model, rank, 2 * number)
+        model.set_requires_gradient_sync(True)
+        step(model, rank, 2 * number + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return results(model)
+
+
+def results(model: nn.Module) -> list[Tensor]:
+    return [param.to_local().clone() for param in model.parameters()]  # type: ignore[operator]
+
+
+class OfTorch:
+    """Memory for custom collectives."""
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+def customise(model: Any) -> None:
+    """Let the units use collectives of the user's."""
+    for unit in (each for each in model.modules() if isinstance(each, FSDPModule)):
+        unit.set_custom_all_gather(FlatAllGather(OfTorch()))
+        unit.set_custom_reduce_scatter(FlatReduceScatter(OfTorch()))

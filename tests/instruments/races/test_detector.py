@@ -1,0 +1,307 @@
+"""The race detector itself: what it orders, what it reports, and how it tells it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2 import fully_shard
+from fsdp2.runtime.storage import FlatStorage
+from tests.helpers.ranks import on_ranks
+from tests.instruments.races.clocks import SimulatedStreams
+from tests.instruments.races.detector import Detector, FreedMemory, detecting
+from tests.instruments.races.memory import ranges_of
+
+
+def races_of(detector: Detector) -> list[str]:
+    """How the races so far are told, which are then forgotten."""
+    told = [race.told(whose) for race, whose in detector.report.races.values()]
+    detector.report.races.clear()
+    return told
+
+
+# --- what orders ------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_comes_after_what_it_waits_for() -> None:
+    streams = SimulatedStreams()
+    with streams.gathering():
+        streams.tick()
+        event = streams.record()
+        later = streams.tick()
+    assert not streams.has_waited_for(event.clock)
+    streams.wait(event)  # type: ignore[arg-type]
+    assert streams.has_waited_for(event.clock) and not streams.has_waited_for(later)
+
+
+def test_waiting_is_transitive_and_the_host_waits_for_all_streams() -> None:
+    streams = SimulatedStreams()
+    with streams.reducing():
+        reduced = streams.tick()
+        event = streams.record()
+    with streams.gathering():
+        streams.wait(event)  # type: ignore[arg-type]
+        event = streams.record()
+    streams.wait(event)  # type: ignore[arg-type]
+    assert streams.has_waited_for(reduced)
+    with streams.all_reducing():
+        assert not streams.has_waited_for(reduced)
+        event.synchronize()  # what is enqueued from now on comes after the host
+        assert streams.has_waited_for(reduced)
+
+
+# --- what is reported -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_read_after_a_write_on_another_stream(waits: bool) -> None:
+    with detecting() as detector:
+        x = torch.zeros(4)
+        with detector.streams.gathering():
+            x.add_(1)
+            event = detector.streams.record()
+        if waits:
+            event.wait()
+        x * 2
+        told = races_of(detector)
+    # Nobody waited for `zeros`, which is on compute: the gather stream does not come after it.
+    writes = [each for each in told if "write by add_" in each]
+    assert len(writes) == 1 and "and zeros on stream 'compute'" in writes[0]
+    reads = [each for each in told if "read by mul" in each]
+    assert len(reads) == (not waits) and all("and add_ on stream 'gather'" in each for each in reads)
+
+
+def test_a_write_while_another_stream_reads() -> None:
+    with detecting() as detector:
+        x = torch.ones(4)
+        made = detector.streams.record()
+        with detector.streams.reducing():
+            made.wait()
+            x.sum()
+        x.zero_()
+        told = races_of(detector)
+    assert len(told) == 1 and "write by zero_" in told[0] and "and sum on stream 'reduce'" in told[0]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_is_filled_on_another_stream(waits: bool) -> None:
+    """The allocator may have taken it from a tensor that the stream of the allocation has not finished with."""
+    with detecting() as detector:
+        torch.zeros(4).add_(1)
+        x = FlatStorage(16, torch.device("cpu"))
+        x.alloc()
+        made = detector.streams.record()
+        with detector.streams.gathering():
+            if waits:
+                made.wait()
+            x.view(0, (4,), torch.float32).zero_()
+        told = races_of(detector)
+    assert len(told) == (not waits) and all("and allocate on stream 'compute'" in each for each in told)
+
+
+def test_two_reads_and_other_bytes_are_no_race() -> None:
+    with detecting() as detector:
+        x = torch.zeros(8)
+        made = detector.streams.record()
+        with detector.streams.gathering():
+            made.wait()
+            x[:4].add_(1)
+        with detector.streams.reducing():
+            made.wait()
+            x[4:].sum()
+        x[4:].sum()
+        assert races_of(detector) == []
+        x[3:].sum()
+        assert len(races_of(detector)) == 1
+
+
+def test_the_columns_of_a_matrix_are_apart() -> None:
+    """A packed buffer's columns belong to different parameters."""
+    with detecting() as detector:
+        x = torch.zeros(6, 6)
+        made = detector.streams.record()
+        with detector.streams.gathering():
+            made.wait()
+            x[:, :3].add_(1)
+        x[:, 3:].add_(1)
+        assert races_of(detector) == []
+        x[:, 2:].add_(1)
+        assert len(races_of(detector)) == 1
+
+
+def test_memory_that_nobody_has_filled() -> None:
+    """Of the library's own: what a program does with `torch.empty` is its affair."""
+    storage = FlatStorage(64, torch.device("cpu"))
+    with detecting() as detector:
+        storage.alloc()
+        x = storage.view(0, (8,), torch.float32)
+        x[:4].zero_()
+        x[:4].sum()
+        assert races_of(detector) == []
+        x.sum()
+        assert "16 bytes are read that nobody has filled" in races_of(detector)[0]
+        torch.empty(4).sum()
+        assert races_of(detector) == []
+
+
+def test_memory_that_was_freed() -> None:
+    storage = FlatStorage(64, torch.device("cpu"))
+    with detecting():
+        storage.alloc()
+        x = storage.view(0, (16,), torch.float32)
+        x.zero_()
+        storage.free()
+        with pytest.raises(FreedMemory, match=r"sum on stream 'compute' uses memory that was freed"):
+            x.sum()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_block_that_another_stream_uses_when_it_is_dropped(kept: bool) -> None:
+    """The allocator gives the block to the next who asks on the same stream."""
+    with detecting() as detector:
+        x = torch.ones(4)
+        made = detector.streams.record()
+        with detector.streams.reducing():
+            made.wait()
+            x.sum()
+            read = detector.streams.record()
+        if kept:
+            read.wait()
+        del x
+        torch.ones(1)
+        told = races_of(detector)
+    assert len(told) == (not kept)
+    assert all("may be allocated again while" in each and "sum on stream 'reduce'" in each for each in told)
+
+
+def test_a_block_that_is_waited_for_before_the_next_allocation() -> None:
+    with detecting() as detector:
+        x = torch.ones(4)
+        made = detector.streams.record()
+        with detector.streams.reducing():
+            made.wait()
+            x.sum()
+            read = detector.streams.record()
+        del x
+        read.wait()
+        torch.ones(1)
+        assert races_of(detector) == []
+
+
+def test_the_host_waits_where_it_needs_a_value() -> None:
+    with detecting() as detector:
+        with detector.streams.gathering():
+            x = torch.ones(4)
+            assert x.sum().item() == 4
+        x.add_(1)
+        assert races_of(detector) == []
+
+
+def test_a_storage_that_moves_leaves_its_memory() -> None:
+    """The next block at its address has a history of its own. (A resize to the size that a storage has moves it, which
+    went unseen: later blocks at the old address had races with what was long over.)"""
+    memory = np.ones(64, dtype=np.float32)
+    with detecting() as detector:
+        x = torch.from_numpy(memory)
+        with detector.streams.gathering():
+            x.add_(1)
+            done = detector.streams.record()
+        done.wait()
+        x.share_memory_()  # puts it elsewhere, out of sight
+        with detector.streams.reducing():
+            torch.from_numpy(memory).add_(1)
+        assert races_of(detector) == []
+        storage = torch.ones(5000).untyped_storage()
+        start = storage.data_ptr()
+        storage.resize_(20000)
+        assert storage.data_ptr() != start and detector._blocks[id(storage)].start != start
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("op", ["send", "all_reduce", "functional"])
+def test_communication_has_a_stream_of_its_own(rank: int, world_size: int, op: str) -> None:
+    with detecting() as detector:
+        x = torch.ones(4)
+        for waits in (False, True):
+            if op == "send":
+                group = dist.distributed_c10d._get_default_group()
+                works = [group.send([x], 1, 7) if rank == 0 else group.recv([x], 0, 7)]
+            elif op == "all_reduce":
+                works = [dist.all_reduce(x, async_op=True)]
+            else:
+                result = torch.ops._c10d_functional.all_reduce_(x, "sum", dist.group.WORLD.group_name)
+                if waits:
+                    torch.ops._c10d_functional.wait_tensor(result)
+                works = []
+            if waits:
+                for work in works:
+                    work.wait()  # type: ignore[union-attr]
+            x.add_(1)
+            told = races_of(detector)
+            # The write that raced is the last one now, and on compute.
+            assert len(told) == (not waits), told
+            for work in [] if waits else works:
+                work.wait()  # type: ignore[union-attr]
+            if op == "functional" and not waits:
+                torch.ops._c10d_functional.wait_tensor(result)
+
+
+@on_ranks(2)
+def test_two_threads_wait_for_one_message(rank: int, world_size: int) -> None:
+    """A message of gloo ends one wait. A thread that frees memory once waited for what the program's had got: it never
+    ended, and neither did what later tests gave it to free."""
+    with detecting() as detector:
+        x, group = torch.ones(4), dist.distributed_c10d._get_default_group()
+        if rank == 0:
+            time.sleep(0.5)  # both threads wait
+            group.send([x], 1, 7).wait()
+            return
+        work = group.recv([x], 0, 7)
+        threads = [threading.Thread(target=detector.finish_works, daemon=True) for _ in range(2)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(10)
+        assert not any(each.is_alive() for each in threads)
+        work.wait()
+
+
+# --- how it is told ---------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_report_names_unit_parameter_operations_and_places(rank: int, world_size: int) -> None:
+    def forward() -> str:
+        with detecting() as detector:
+            model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+            fully_shard(model[0])
+            fully_shard(model)
+            wait, detector.streams.wait = detector.streams.wait, lambda event: None  # type: ignore[method-assign]
+            model(torch.ones(2, 8))
+            detector.streams.wait = wait  # type: ignore[method-assign]
+        return ""
+
+    with pytest.raises(AssertionError) as caught:
+        forward()
+    message = str(caught.value)
+    assert "the unsharded parameter of '0.weight'" in message
+    assert "read by mm on stream 'compute'" in message or "read by t on" in message
+    assert "_foreach_copy_ on stream 'gather'" in message
+    assert "tests/instruments/races/test_detector.py" in message and "fsdp2/runtime/gather.py" in message
+
+
+def test_addresses_of_strided_tensors() -> None:
+    x = torch.zeros(4, 6)
+    start = x.data_ptr()
+    assert ranges_of(x) == ranges_of(x.t()) == [(start, start + 96)]
+    assert ranges_of(x[1:3]) == [(start + 24, start + 72)]
+    assert ranges_of(x[:, 2:4]) == [(start + 24 * row + 8, start + 24 * row + 16) for row in range(4)]
+    assert ranges_of(x[:, 0]) == [(start + 24 * row, start + 24 * row + 4) for row in range(4)]
+    assert ranges_of(x[0].expand(9, 6)) == [(start, start + 24)]
+    assert ranges_of(torch.zeros(0)) == []
