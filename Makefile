@@ -35,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: train test test-all test-device test-clients test-engines mutants lint bench docs fuzz fuzz-runtime wheel clean
 
 train: $(INSTALLED)
-	$(BIN)/python examples/launch.py --standalone --nproc_per_node=$(NPROC) examples/train_lm.py $(ARGS)
+	$(BIN)/python examples/launch.py --standalone --nproc_per_node=$(NPROC) examples/train_lm/train_lm.py $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest --durations=15 -m "not exhaustive" $(PARALLEL) $(ARGS)

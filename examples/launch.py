@@ -1,4 +1,4 @@
-"""torchrun without its own traceback: ``python examples/launch.py --nproc_per_node=2 examples/train_lm.py ...``.
+"""torchrun without its own traceback: ``python examples/launch.py --nproc_per_node=2 SCRIPT ...``.
 
 Takes torchrun's arguments. A worker that fails says why itself, and one that is interrupted ends cleanly; torchrun
 then prints some thirty lines of traceback of its own, which is what this leaves out. On a cluster use torchrun.

@@ -44,4 +44,4 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec torchrun --nnodes="$nodes" --nproc-per-node="${NPROC:-gpu}" "${meet[@]}" \
-    "$(dirname "$0")/../train_lm.py" --auto-resume "$@"
+    "$(dirname "$0")/../train_lm/train_lm.py" --auto-resume "$@"

@@ -22,7 +22,7 @@ import ray
 import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
-EXAMPLES = Path(__file__).resolve().parents[1]
+PROGRAM = Path(__file__).resolve().parents[1] / "train_lm"
 
 
 class NeverStop:
@@ -34,7 +34,7 @@ class NeverStop:
 
 def train(config: dict[str, list[str]]) -> None:
     """One rank, in a process of Ray's. Collective."""
-    sys.path.insert(0, str(EXAMPLES))
+    sys.path.insert(0, str(PROGRAM))
     from dataclasses import asdict
 
     import torch
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--max-failures", type=int, default=3, help="how often to start again; -1: always")
     parser.add_argument("arguments", nargs="*", metavar="-- OPTIONS", help="options of train_lm.py")
     options = parser.parse_args()
-    sys.path.insert(0, str(EXAMPLES))
+    sys.path.insert(0, str(PROGRAM))
     from options import parse_options
     from runtime import UsageError
 

@@ -1,6 +1,6 @@
 """Run a script as one of several ranks of torchrun's that share a GPU over NCCL.
 
-python -m tests.gpu.script examples/train_lm.py [ARGUMENTS]
+python -m tests.gpu.script examples/train_lm/train_lm.py [ARGUMENTS]
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ def on_gpu(script: str, *arguments: str | Path, ranks: int = 2) -> Finished:
 def test_train_lm(tmp_path: Path) -> None:
     """From its start to a resumed run: the losses of the CPU, and the same bits when it goes on from the middle."""
     whole, host = tmp_path / "whole", tmp_path / "host"
-    on_gpu("train_lm.py", *TINY, *TEXT, "--out", whole)
-    assert run("train_lm.py", "--device", "cpu", *TINY, *TEXT, "--out", host).status == 0
+    on_gpu("train_lm/train_lm.py", *TINY, *TEXT, "--out", whole)
+    assert run("train_lm/train_lm.py", "--device", "cpu", *TINY, *TEXT, "--out", host).status == 0
     assert metrics(whole, "loss") == pytest.approx(metrics(host, "loss"), abs=1e-2)
     final = shards(whole, TINY_STEPS)
     shutil.rmtree(whole / f"checkpoints/step-{TINY_STEPS:08d}")
-    assert "going on from" in on_gpu("train_lm.py", *TINY, *TEXT, "--out", whole, "--resume").output
+    assert "going on from" in on_gpu("train_lm/train_lm.py", *TINY, *TEXT, "--out", whole, "--resume").output
     assert shards(whole, TINY_STEPS) == final
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.examples import EXAMPLES, TEXT, environment, metrics, run
 from tests.helpers.scripts import run_script
 
-CONFIGS = EXAMPLES / "configs"
+CONFIGS = EXAMPLES / "train_lm/configs"
 RANKS = {"fsdp": 2, "hsdp": 4, "fsdp_tp": 4, "fsdp_cp": 4}
 STEPS = 4
 OPTIONS = (
@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, no file."""
     folder = tmp_path_factory.mktemp("alone")
-    job = run("train_lm.py", *SHORT, "--out", folder, ranks=None)
+    job = run("train_lm/train_lm.py", *SHORT, "--out", folder, ranks=None)
     assert job.status == 0, job.errors
     return folder
 
@@ -40,7 +40,7 @@ def test_each_sample_file_has_a_test() -> None:
 def test_sample_files_train_the_same(name: str, alone: Path, tmp_path: Path) -> None:
     """The file says how many steps and how large a batch; the command line wins."""
     path = CONFIGS / f"{name}.toml"
-    job = run("train_lm.py", "--config", path, *SHORT, "--out", tmp_path, ranks=RANKS[name])
+    job = run("train_lm/train_lm.py", "--config", path, *SHORT, "--out", tmp_path, ranks=RANKS[name])
     assert job.status == 0, job.errors
     for key in ("loss", "valid_loss", "grad_norm"):
         mine, expected = metrics(tmp_path, key), metrics(alone, key)
@@ -65,7 +65,7 @@ def parse(folder: Path, *arguments: str | Path, world_size: int = 4) -> tuple[in
     """The real parser, as a rank of a job calls it: exit status, and the options or the message."""
     script = folder / "parse.py"
     script.write_text(PARSER)
-    there = {**environment(), "PYTHONPATH": f"{EXAMPLES}:{environment()['PYTHONPATH']}"}
+    there = {**environment(), "PYTHONPATH": f"{EXAMPLES}/train_lm:{environment()['PYTHONPATH']}"}
     job = run_script(script, str(world_size), *arguments, environment=there)
     return job.status, job.output if job.status == 0 else job.errors.strip()
 

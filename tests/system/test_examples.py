@@ -48,14 +48,14 @@ def ranks_of(tensors: dict[str, bytes]) -> set[str]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
     """A run to the end."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, torchrun("train_lm.py", *TINY, *TEXT, "--out", folder)
+    return folder, torchrun("train_lm/train_lm.py", *TINY, *TEXT, "--out", folder)
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
     """The same command, with SIGINT sent to torchrun (as Ctrl-C in a terminal does) after the first checkpoint."""
     folder = tmp_path_factory.mktemp("stopped")
-    process = start(command("train_lm.py", *TINY, *TEXT, "--out", folder))
+    process = start(command("train_lm/train_lm.py", *TINY, *TEXT, "--out", folder))
     assert process.stdout is not None
     watchdog = threading.Timer(TIMEOUT_SECONDS, process.terminate)
     watchdog.start()
@@ -75,7 +75,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
     """The same command, all of whose processes are killed while the second checkpoint is being written, gone on from
     the newest one that is complete."""
     folder = tmp_path_factory.mktemp("killed")
-    process = start(command("train_lm.py", *TINY, *TEXT, "--out", folder))
+    process = start(command("train_lm/train_lm.py", *TINY, *TEXT, "--out", folder))
     assert process.stdout is not None
     watchdog = threading.Timer(TIMEOUT_SECONDS, process.terminate)
     watchdog.start()
@@ -85,7 +85,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
             break
     watchdog.cancel()
     process.communicate()
-    return folder, run("train_lm.py", *TINY, *TEXT, "--out", folder, "--resume")
+    return folder, run("train_lm/train_lm.py", *TINY, *TEXT, "--out", folder, "--resume")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def resumed(stopped: tuple[Path, Finished]) -> tuple[Path, Finished]:
     partial.mkdir()
     (partial / "model-rank-00000-of-00002.safetensors").write_bytes(b"cut off")
     (folder / "checkpoints" / "step-00000119").mkdir()  # nor is a folder complete because of its name
-    return folder, run("train_lm.py", *TINY, *TEXT, "--out", folder, "--resume")
+    return folder, run("train_lm/train_lm.py", *TINY, *TEXT, "--out", folder, "--resume")
 
 
 def test_training_succeeds_and_lowers_the_loss(whole: tuple[Path, Finished]) -> None:
@@ -133,7 +133,9 @@ def test_metrics_plot_and_checkpoints_are_written(whole: tuple[Path, Finished]) 
 def test_one_process_without_torchrun_trains_the_same_model(whole: tuple[Path, Finished], tmp_path: Path) -> None:
     # Twice the batch in one process is the batch of two: the runs differ by rounding alone.
     folder, _ = whole
-    job = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--batch-size", "8", "--sample-bytes", "0", ranks=None)
+    job = run(
+        "train_lm/train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--batch-size", "8", "--sample-bytes", "0", ranks=None
+    )
     assert job.status == 0, job.errors
     alone, shared = metrics(tmp_path, "loss"), metrics(folder, "loss")
     assert [alone[step] for step in range(10, 51, 10)] == pytest.approx(
@@ -143,7 +145,7 @@ def test_one_process_without_torchrun_trains_the_same_model(whole: tuple[Path, F
 
 def test_torchrun_leaves_the_options_of_examples_alone() -> None:
     """It reads beginnings of its own options behind the script too: with ``--monitor`` no job began."""
-    options = {each for path in EXAMPLES.glob("*.py") for each in re.findall(r'"(--[a-z][a-z-]+)"', path.read_text())}
+    options = {each for path in EXAMPLES.rglob("*.py") for each in re.findall(r'"(--[a-z][a-z-]+)"', path.read_text())}
     assert {"--keep", "--plan", "--steps"} <= options
     for option in sorted(options):
         assert parse_args(["script.py", option, "value"]).training_script_args == [option, "value"]
@@ -153,7 +155,7 @@ def test_torchrun_leaves_the_options_of_examples_alone() -> None:
 def test_all_sharding_options_together(tmp_path: Path) -> None:
     options = "--hsdp 2 --bf16 --grad-accum 2 --activation-checkpointing --reshard-after-forward true --tied --steps 20"
     job = run(
-        "train_lm.py",
+        "train_lm/train_lm.py",
         *TINY,
         *TEXT,
         "--out",
@@ -173,14 +175,14 @@ def test_all_sharding_options_together(tmp_path: Path) -> None:
 def test_offload_trains_the_same_model(whole: tuple[Path, Finished], tmp_path: Path) -> None:
     """The step of a unit as one tensor rounds other elements in its way than that of each parameter: the last bit."""
     folder, _ = whole
-    job = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--offload", "all", "--sample-bytes", "0")
+    job = run("train_lm/train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--offload", "all", "--sample-bytes", "0")
     assert job.status == 0, job.errors
     assert "offload=all" in job.output
     losses, expected = metrics(tmp_path, "loss"), metrics(folder, "loss")
     assert [losses[step] for step in range(10, 51, 10)] == pytest.approx(
         [expected[step] for step in range(10, 51, 10)], rel=1e-3
     )
-    refused = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--offload", "all", "--optimizer", "muon")
+    refused = run("train_lm/train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--offload", "all", "--optimizer", "muon")
     assert refused.status != 0 and "--offload all is for --optimizer adamw" in refused.errors
 
 
@@ -188,14 +190,16 @@ def test_offload_trains_the_same_model(whole: tuple[Path, Finished], tmp_path: P
 def test_muon(tmp_path: Path) -> None:
     """What two ranks saved is taken up by one process with the same batches, and goes on as it would have."""
     options = [*TINY, *TEXT, "--optimizer", "muon", "--sample-bytes", "0"]
-    whole = run("train_lm.py", *options, "--out", tmp_path / "whole")
+    whole = run("train_lm/train_lm.py", *options, "--out", tmp_path / "whole")
     assert whole.status == 0, whole.errors
     losses = metrics(tmp_path / "whole", "valid_loss")
     assert losses[STEPS] < losses[40] < 4.0
     checkpoint = tmp_path / "whole" / "checkpoints" / f"step-{SAVE_EVERY:08d}"
     (tmp_path / "later" / "checkpoints").mkdir(parents=True)
     checkpoint.rename(tmp_path / "later" / "checkpoints" / checkpoint.name)
-    later = run("train_lm.py", *options, "--out", tmp_path / "later", "--resume", "--batch-size", "8", ranks=None)
+    later = run(
+        "train_lm/train_lm.py", *options, "--out", tmp_path / "later", "--resume", "--batch-size", "8", ranks=None
+    )
     assert later.status == 0, later.errors
     shared, alone = metrics(tmp_path / "whole", "loss"), metrics(tmp_path / "later", "loss")
     steps = range(SAVE_EVERY + 10, SAVE_EVERY + 31, 10)
@@ -265,7 +269,7 @@ def test_resumed_metrics_have_each_step_once(whole: tuple[Path, Finished], resum
     ids=["missing data", "empty data", "too little data", "hsdp", "reshard"],
 )
 def test_bad_input_is_one_message(arguments: list[str], message: str, tmp_path: Path) -> None:
-    job = run("train_lm.py", *TINY, *arguments, "--out", tmp_path / "out")
+    job = run("train_lm/train_lm.py", *TINY, *arguments, "--out", tmp_path / "out")
     assert_one_message(job, message)
     assert job.status == 2
     assert not (tmp_path / "out").exists()
@@ -274,13 +278,13 @@ def test_bad_input_is_one_message(arguments: list[str], message: str, tmp_path: 
 @pytest.mark.exhaustive
 def test_bad_input_under_torchrun(tmp_path: Path) -> None:
     """torchrun reports the exit status, and no traceback into the example."""
-    job = torchrun("train_lm.py", *TINY, "--data", "/no/such/text", "--out", tmp_path / "out")
+    job = torchrun("train_lm/train_lm.py", *TINY, "--data", "/no/such/text", "--out", tmp_path / "out")
     assert_one_message(job, "cannot read --data /no/such/text: No such file or directory")
     assert "exitcode  : 2" in job.errors
 
 
 def test_checkpoint_of_another_model_is_one_message(whole: tuple[Path, Finished], tmp_path: Path) -> None:
-    job = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--resume", whole[0], "--layers", "3", "--tied")
+    job = run("train_lm/train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--resume", whole[0], "--layers", "3", "--tied")
     assert job.status == 2
     assert_one_message(job, "is a checkpoint of another model: layers is 2 there and 3 here; tied is False there")
 
@@ -290,7 +294,7 @@ def assert_one_message(job: Finished, message: str) -> None:
     assert job.output == ""
     assert [line for line in job.errors.splitlines() if line.startswith("error: ") and message in line], job.errors
     assert job.errors.count("error: ") == 1
-    assert str(EXAMPLES / "train_lm.py") + '"' not in job.errors  # no traceback into the example
+    assert str(EXAMPLES / "train_lm/train_lm.py") + '"' not in job.errors  # no traceback into the example
 
 
 @pytest.mark.parametrize("ranks", [2, None])

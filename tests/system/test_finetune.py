@@ -27,7 +27,7 @@ SHORT = [*TEXT, "--device", "cpu", "--steps", "20", "--seq-len", "32", "--batch-
 def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
     """LoRA on the tiny model, on two ranks, merged; with the example's own check of the logits. The run's folder."""
     out = tmp_path_factory.mktemp("merged") / "out"
-    job = torchrun("finetune.py", *SHORT, "--out", out, "--check")
+    job = torchrun("train_lm/finetune.py", *SHORT, "--out", out, "--check")
     assert job.status == 0, job.errors
     return out, job
 
@@ -75,7 +75,7 @@ def test_the_adapter_alone(merged: tuple[Path, Finished], tmp_path: Path) -> Non
     """One rank instead of two, the matrices in peft's format: put together by hand they give the merged model."""
     out, base = tmp_path / "out", merged[0] / "base"
     options = [*SHORT, "--batch-size", "8", "--model", base, "--save", "adapter", "--out", out]
-    job = run("finetune.py", *options, ranks=None)
+    job = run("train_lm/finetune.py", *options, ranks=None)
     assert job.status == 0, job.errors
     assert losses(out) == pytest.approx(losses(merged[0]), abs=2e-3)
     config = json.loads((out / "model" / "adapter_config.json").read_text())
@@ -101,7 +101,7 @@ def test_chosen_parameters_of_a_tied_model(merged: tuple[Path, Finished], tmp_pa
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base)
     options = ["--model", base, "--train", "model.layers.1.mlp.*", "model.norm.*", "--bf16", "--lr", "3e-2", "--check"]
     out = tmp_path / "out"
-    job = run("finetune.py", *SHORT, *map(str, options), "--out", out)
+    job = run("train_lm/finetune.py", *SHORT, *map(str, options), "--out", out)
     assert job.status == 0, job.errors
     before, tuned = load_file(base / "model.safetensors"), load_file(out / "model" / "model.safetensors")
     assert before.keys() == tuned.keys() and "lm_head.weight" not in tuned
@@ -125,9 +125,9 @@ def test_the_run_is_recorded(merged: tuple[Path, Finished]) -> None:
 
 def test_a_resumed_run_ends_in_the_same_weights(merged: tuple[Path, Finished], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert run("finetune.py", *SHORT, "--out", out, "--steps", "10").status == 0
+    assert run("train_lm/finetune.py", *SHORT, "--out", out, "--steps", "10").status == 0
     (out / "model" / "model.safetensors").unlink()  # the result of 10 steps is replaced
-    job = run("finetune.py", *SHORT, "--out", out, "--resume")
+    job = run("train_lm/finetune.py", *SHORT, "--out", out, "--resume")
     assert job.status == 0, job.errors
     assert "going on from" in job.output and "note:" not in job.output
     whole, resumed = (load_file(folder / "model" / "model.safetensors") for folder in (merged[0], out))
@@ -137,7 +137,7 @@ def test_a_resumed_run_ends_in_the_same_weights(merged: tuple[Path, Finished], t
 
 def test_the_command_line_counts(merged: tuple[Path, Finished], tmp_path: Path) -> None:
     """A lower learning rate on resume was noted, and the checkpoint's was used."""
-    job = run("finetune.py", *SHORT, "--out", tmp_path, "--resume", merged[0], "--lr", "0", "--steps", "30")
+    job = run("train_lm/finetune.py", *SHORT, "--out", tmp_path, "--resume", merged[0], "--lr", "0", "--steps", "30")
     assert job.status == 0, job.errors
     assert "lr was 0.01 and is 0.0" in job.output
     before, after = (
@@ -152,7 +152,7 @@ def test_the_result_is_no_model_to_begin_with(tmp_path: Path) -> None:
     """It moved away with the run before, and then could not be read."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    job = run("finetune.py", *SHORT, "--out", tmp_path, "--model", tmp_path / "model", ranks=None)
+    job = run("train_lm/finetune.py", *SHORT, "--out", tmp_path, "--model", tmp_path / "model", ranks=None)
     assert job.status == 2 and "is where the result goes" in job.errors
     assert (tmp_path / "model" / "config.json").exists()
 
@@ -160,7 +160,7 @@ def test_the_result_is_no_model_to_begin_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_a_frozen_base_that_stays_gathered(merged: tuple[Path, Finished], tmp_path: Path, where: str) -> None:
     """Where the frozen weights stay changes no bit of the result."""
-    job = run("finetune.py", *SHORT, "--out", tmp_path, "--keep-frozen", where)
+    job = run("train_lm/finetune.py", *SHORT, "--out", tmp_path, "--keep-frozen", where)
     assert job.status == 0, job.errors
     expected, actual = (load_file(folder / "model" / "model.safetensors") for folder in (merged[0], tmp_path))
     assert all(torch.equal(expected[name], actual[name]) for name in expected.keys() | actual.keys())
@@ -168,7 +168,17 @@ def test_a_frozen_base_that_stays_gathered(merged: tuple[Path, Finished], tmp_pa
 
 def test_another_adapter_cannot_go_on(merged: tuple[Path, Finished], tmp_path: Path) -> None:
     job = run(
-        "finetune.py", *SHORT, "--out", tmp_path, "--resume", merged[0], "--lora", "4", "--steps", "30", ranks=None
+        "train_lm/finetune.py",
+        *SHORT,
+        "--out",
+        tmp_path,
+        "--resume",
+        merged[0],
+        "--lora",
+        "4",
+        "--steps",
+        "30",
+        ranks=None,
     )
     assert job.status == 2
     assert "is a checkpoint of another model: lora is 8 there and 4 here" in job.errors
@@ -185,7 +195,7 @@ def test_another_adapter_cannot_go_on(merged: tuple[Path, Finished], tmp_path: P
     ids=["targets", "patterns", "adapter of nothing", "no model"],
 )
 def test_bad_input_is_one_message(arguments: list[str], message: str, tmp_path: Path) -> None:
-    job = run("finetune.py", *SHORT, "--out", tmp_path / "out", *arguments, ranks=None)
+    job = run("train_lm/finetune.py", *SHORT, "--out", tmp_path / "out", *arguments, ranks=None)
     assert job.status == 2
     assert [line for line in job.errors.splitlines() if line.startswith("error: ") and message in line], job.errors
     assert "Traceback" not in job.errors

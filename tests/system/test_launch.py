@@ -344,8 +344,8 @@ def test_all_command_lines_are_valid(tmp_path: Path) -> None:
     script.write_text(
         "import sys, json, options\nfor words in json.loads(sys.argv[1]): options.parse_options(words, 16)"
     )
-    variables = {**environment_of_examples(), "PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
-    job = run_script(script, json.dumps(behind), cwd=EXAMPLES, environment=variables)
+    variables = {**environment_of_examples(), "PYTHONPATH": f"{EXAMPLES}/train_lm:{ROOT}"}
+    job = run_script(script, json.dumps(behind), cwd=EXAMPLES / "train_lm", environment=variables)
     assert job.status == 0, f"{job.errors[-500:]}\n{behind}"
 
 

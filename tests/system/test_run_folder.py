@@ -14,7 +14,7 @@ from tests.helpers.examples import EXAMPLES
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The examples' own, which are no package."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(EXAMPLES / "train_lm"))
     pytest.importorskip("rich")
     import checkpoint
     import reporting

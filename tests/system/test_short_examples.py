@@ -57,9 +57,8 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(whole: tuple[str, Finished],
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("script", SMALL)
-def test_bfloat16(script: str, tmp_path: Path) -> None:
-    of = losses(start(script, tmp_path, "--bf16"))
+def test_bfloat16(tmp_path: Path) -> None:
+    of = losses(start("vision.py", tmp_path, "--bf16"))
     assert of[STEPS] < 0.75 * of[0]
 
 
@@ -69,9 +68,3 @@ def test_experts_without_tokens(tmp_path: Path) -> None:
     the auxiliary loss were of each rank's own tokens, the loss would be off by 0.002."""
     shared, alone = (start("moe.py", tmp_path, "--batch-size", "2", steps=10, ranks=ranks) for ranks in (2, None))
     assert losses(shared) == pytest.approx(losses(alone), abs=5e-4)
-
-
-def test_a_batch_that_cannot_be_divided(tmp_path: Path) -> None:
-    job = start("vision.py", tmp_path, "--batch-size", "33")
-    assert job.status == 2
-    assert "--batch-size 33 is no multiple of the 2 ranks" in job.errors

@@ -1,6 +1,6 @@
 """Run a script on the lagging device, as a rank of torchrun's.
 
-python -m tests.instruments.device.script SEED examples/train_lm.py [ARGUMENTS]
+python -m tests.instruments.device.script SEED examples/train_lm/train_lm.py [ARGUMENTS]
 """
 
 from __future__ import annotations

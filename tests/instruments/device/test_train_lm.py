@@ -1,4 +1,4 @@
-"""`examples/train_lm.py` on the lagging device, from its start to a resumed run."""
+"""`examples/train_lm/train_lm.py` on the lagging device, from its start to a resumed run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.instruments.device import lagging
 
 
 def on_device(seed: int, *arguments: str | Path) -> Finished:
-    words = ("tests.instruments.device.script", str(seed), EXAMPLES / "train_lm.py", *TINY, *TEXT, *arguments)
+    words = ("tests.instruments.device.script", str(seed), EXAMPLES / "train_lm/train_lm.py", *TINY, *TEXT, *arguments)
     return run_script("-m", *words, ranks=2, cwd=ROOT, environment=environment())
 
 
@@ -29,7 +29,7 @@ def test_from_start_to_resume(tmp_path: Path) -> None:
     for job in (
         on_device(1, "--out", whole),
         on_device(2, "--out", other),
-        run("train_lm.py", "--device", "cpu", *TINY, *TEXT, "--out", host),
+        run("train_lm/train_lm.py", "--device", "cpu", *TINY, *TEXT, "--out", host),
     ):
         assert job.status == 0, job.errors[-3000:]
     assert metrics(whole, "loss") == pytest.approx(metrics(host, "loss"), abs=1e-3)

@@ -1,6 +1,6 @@
 """The command line of `train_lm.py`: every option, its default, and the checks that need nothing but the numbers.
 
-Imported by `train_lm.py`; `python examples/train_lm.py --help` prints what is defined here.
+Imported by `train_lm.py`; `python examples/train_lm/train_lm.py --help` prints what is defined here.
 """
 
 from __future__ import annotations
@@ -153,7 +153,9 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("run")
     add = group.add_argument
-    add("--config", type=Path, metavar="FILE", help="TOML with tables [parallel] and [train]: examples/configs")
+    add(
+        "--config", type=Path, metavar="FILE", help="TOML with tables [parallel] and [train]: examples/train_lm/configs"
+    )
     add("--data", type=Path, nargs="+", default=[], help="files or folders of text; none: Python's standard library")
     add("--out", type=Path, default=Path("runs/train_lm"), help="folder for metrics, plot and checkpoints")
     again = group.add_mutually_exclusive_group().add_argument

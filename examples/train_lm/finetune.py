@@ -1,10 +1,11 @@
 """Fine-tune a model that lies in a Hugging Face folder, and leave a folder that `transformers` loads.
 
-    torchrun --nproc_per_node=2 examples/finetune.py                                  # LoRA on a tiny model made here
-    torchrun --nproc_per_node=8 examples/finetune.py --model models/Llama-3.1-8B --data texts/ --bf16
-    torchrun --nproc_per_node=8 examples/finetune.py --model ... --train 'lm_head.*' 'model.layers.31.*'
-    torchrun --nproc_per_node=2 examples/finetune.py --save adapter                   # only the LoRA matrices, for peft
-    torchrun --nproc_per_node=2 examples/finetune.py --resume --steps 100             # go on from the newest checkpoint
+    cd examples/train_lm
+    torchrun --nproc_per_node=2 finetune.py                       # LoRA on a tiny model made here
+    torchrun --nproc_per_node=8 finetune.py --model models/Llama-3.1-8B --data texts/ --bf16
+    torchrun --nproc_per_node=8 finetune.py --model ... --train 'lm_head.*' 'model.layers.31.*'
+    torchrun --nproc_per_node=2 finetune.py --save adapter        # only the LoRA matrices, for peft
+    torchrun --nproc_per_node=2 finetune.py --resume --steps 100  # go on from the newest checkpoint
 
 `--model` is a folder with config.json, safetensors files and a tokenizer. Each rank reads from the files the rows that
 its shards need, and nothing else; nobody ever holds the whole model. `--out` receives such a folder, model/, and what

@@ -1,13 +1,14 @@
 """Train a byte-level language model with fsdp2: the complete job, from the command line to a sample of its text.
 
-    torchrun --nproc_per_node=2 examples/train_lm.py                 # two CPU processes, about two minutes
-    torchrun --nproc_per_node=8 examples/train_lm.py --bf16          # eight GPUs
-    torchrun --nproc_per_node=8 examples/train_lm.py --hsdp 2        # two replicas, each sharded over four
-    torchrun --nproc_per_node=4 examples/train_lm.py --config examples/configs/fsdp_tp.toml    # all of it from a file
-    torchrun --nproc_per_node=4 examples/train_lm.py --parallel tensor=2 compile=true          # or by keys
-    torchrun --nproc_per_node=2 examples/train_lm.py --resume        # go on from the newest checkpoint
-    torchrun --nproc_per_node=2 --max-restarts=3 examples/train_lm.py --auto-resume    # go on by itself after a crash
-    python examples/train_lm.py                                      # one process
+    cd examples/train_lm
+    torchrun --nproc_per_node=2 train_lm.py                                   # two CPU processes, about two minutes
+    torchrun --nproc_per_node=8 train_lm.py --bf16                            # eight GPUs
+    torchrun --nproc_per_node=8 train_lm.py --hsdp 2                          # two replicas, each sharded over four
+    torchrun --nproc_per_node=4 train_lm.py --config configs/fsdp_tp.toml     # all of it from a file
+    torchrun --nproc_per_node=4 train_lm.py --parallel tensor=2 compile=true  # or by keys
+    torchrun --nproc_per_node=2 train_lm.py --resume                          # go on from the newest checkpoint
+    torchrun --nproc_per_node=2 --max-restarts=3 train_lm.py --auto-resume    # go on by itself after a crash
+    python train_lm.py                                                        # one process
 
 The default text is the source code of Python's standard library; `--data PATH...` takes other files or folders. The
 folder `--out` (runs/train_lm) receives metrics.jsonl, loss.png and checkpoints/. `--help` lists all options.
