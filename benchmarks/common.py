@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -362,10 +363,21 @@ def _commit(root: Path = ROOT) -> str | None:
     return f"{head.stdout.strip()}{'+' * changed}"
 
 
-def write_json(path: Path, result: dict[str, Any], indent: int | None = 2) -> None:
-    """The raw data of a run."""
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """The raw data of a run: five digits of each number, a list of numbers on one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=indent) + "\n", encoding="utf-8")
+    text = re.sub(
+        r"\[[^][{}]*\]", lambda found: re.sub(r"\n\s*", " ", found[0]), json.dumps(five_digits(result), indent=1)
+    )
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def five_digits(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: five_digits(each) for key, each in value.items()}
+    return [five_digits(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:

@@ -25,7 +25,6 @@ from PIL import Image
 
 from benchmarks import common
 from benchmarks.host_overhead.main import net
-from benchmarks.memory.tracking import Kind
 
 FOLDER = common.ROOT / "docs" / "figures"
 
@@ -126,18 +125,13 @@ def memory(data: dict[str, Any]) -> Figure:
         "fsdp2-true packed": ("fsdp2, packed", GREEN, ":"),
         "fsdp2-true auto": ("fsdp2", OURS, "-"),
     }
-    panels = {
-        "unsharded + communication": [Kind.PARAMETER, Kind.COMMUNICATION],
-        "communication alone": [Kind.COMMUNICATION],
-        "gradients": [Kind.GRADIENT],
-    }
     figure, all_axes = plt.subplots(1, 3, figsize=(8, 3.1), sharex=True)
-    for axes, (title, kinds) in zip(all_axes, panels.items(), strict=True):
+    for axes, title in zip(all_axes, ("unsharded + communication", "communication alone", "gradients"), strict=True):
         for name, (label, hue, dashes) in lines.items():
-            most: dict[int, float] = {}
-            for products, *held in data["timelines"].get(name, []):
-                most[products] = max(most.get(products, 0), sum(held[kind] for kind in kinds) / MIB)
-            axes.step(list(most), list(most.values()), dashes, where="post", color=hue, label=label, linewidth=1.3)
+            if name in data["timelines"]:
+                products, most = data["timelines"][name]["products"], data["timelines"][name][title]
+                mib = [nbytes / MIB for nbytes in most]
+                axes.step(products, mib, dashes, where="post", color=hue, label=label, linewidth=1.3)
         axes.set_title(title, loc="left", fontsize=9)
         axes.set_ylim(0)
     units = data["unit_bytes"]

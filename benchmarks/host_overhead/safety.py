@@ -105,7 +105,7 @@ def main() -> None:
             "units": options.units,
             **found,
         }
-        common.write_json(common.out_path(options, RESULTS, "safety_cpu_2ranks.json"), result, indent=None)
+        common.write_json(common.out_path(options, RESULTS, "safety_cpu_2ranks.json"), result)
         print(report(found, options.units))
     dist.destroy_process_group()
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ VARIANTS = [
     "fsdp2-false auto",
     IN_BACKWARD,
 ]
+PANELS = {  # of the figure
+    "unsharded + communication": [Kind.PARAMETER, Kind.COMMUNICATION],
+    "communication alone": [Kind.COMMUNICATION],
+    "gradients": [Kind.GRADIENT],
+}
 SHORT: dict[str, Any] = {}
 DRY_RUN = {"blocks": 2, "dim": 64, "variants": [BASELINE, "fsdp2-true auto"]}
 
@@ -153,6 +159,15 @@ def unit_bytes(workload: common.Workload) -> dict[str, int]:
     return {"block": block * itemsize, "root": (whole - len(model.blocks) * block) * itemsize}
 
 
+def most_by_product(found: Found) -> dict[str, list[int]]:
+    """For the figure: numbers of matrix products done, and the most bytes of some kinds after each."""
+    groups = [[*group] for _, group in groupby(found.moments, key=lambda moment: moment.products)]
+    return {"products": [group[0].products for group in groups]} | {
+        title: [max(sum(moment.nbytes[kind] for kind in kinds) for moment in group) for group in groups]
+        for title, kinds in PANELS.items()
+    }
+
+
 def report(result: dict[str, Any]) -> str:
     """The table of README.md: MiB, and ratios to torch's FSDP2."""
     units, found = result["unit_bytes"], result["peaks"]
@@ -184,12 +199,11 @@ def main() -> None:
         "workload": asdict(workload),
         "unit_bytes": unit_bytes(workload),
         "peaks": {variant: peaks(each) for variant, each in found.items()},
-        "kinds": [kind.name.lower() for kind in Kind],
-        "timelines": {name: [[m.products, *m.nbytes] for m in each.moments] for name, each in found.items()},
+        "timelines": {variant: most_by_product(each) for variant, each in found.items()},
     }
     if dist.get_rank() == 0:
         path = common.out_path(options, RESULTS, f"cpu_{dist.get_world_size()}ranks_{workload.dtype}.json")
-        common.write_json(path, result, indent=None)
+        common.write_json(path, result)
         print(f"Largest MiB on rank 0:\n\n{report(result)}\n\nraw data: {path}")
     dist.destroy_process_group()
 

@@ -237,7 +237,6 @@ def main() -> None:
             "state_bytes": state_bytes(options),
             "runs": runs,
         },
-        indent=None,
     )
     draw(runs, state_bytes(options), path.with_suffix(".png"))
     print(f"The state has {state_bytes(options) / MIB:.0f} MiB.\n\n{report(runs)}\n\nraw data: {path}")
