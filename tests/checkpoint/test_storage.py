@@ -167,6 +167,13 @@ def test_files_that_end_too_early(place: Place) -> None:
     reader.close()
 
 
+def test_a_disk_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error, not a save that never ends."""
+    monkeypatch.setattr(os, "pwritev", lambda fd, parts, offset: 0)
+    with pytest.raises(OSError, match="nothing could be written"):
+        put(LocalStorage(), str(tmp_path / "x"), b"1")
+
+
 def test_readers_close_what_they_opened(tmp_path: Path) -> None:
     """Also one whose file is no file, which says so."""
     (tmp_path / "a").write_bytes(b"a")
