@@ -292,13 +292,18 @@ def with_siblings(tiling: Tiling, root: Grid, ranks: frozenset[int]) -> Tiling:
     return Tiling(tiling.shape, grid, tuple((axis + 1, dim) for axis, dim in tiling.cuts))
 
 
-@lru_cache(maxsize=1024)
 def spread_replicas(tiling: Tiling, itemsize: int) -> Tiling:
     """Cut large shards along every axis of replicas too, so that each replica owns some of the rows. Every rank can
     compute this without communication."""
+    # Without replicas nothing is looked up: a look hashes the numbers of all ranks, once for each tensor.
+    return _spread(tiling, itemsize) if any(tiling.grid.shape[axis] > 1 for axis in tiling.free_axes) else tiling
+
+
+@lru_cache(maxsize=1024)
+def _spread(tiling: Tiling, itemsize: int) -> Tiling:
     free = [axis for axis in tiling.free_axes if tiling.grid.shape[axis] > 1]
     sizes = list(tiling.box_at((0,) * len(tiling.grid.shape)).shape)
-    if not free or prod(sizes) * itemsize < SPREAD_BYTES:
+    if prod(sizes) * itemsize < SPREAD_BYTES:
         return tiling
     cuts = list(tiling.cuts)
     for axis in free:
