@@ -1,18 +1,18 @@
 """fsdp2: per-parameter sharded data parallelism for PyTorch.
 
-Beside what is listed here there are the modules ``fsdp2.checkpoint``, ``fsdp2.init``, ``fsdp2.optim``,
-``fsdp2.parallel``, ``fsdp2.plan``, ``fsdp2.trace``, ``fsdp2.compat`` and ``fsdp2.events``. All can be used after
-``import fsdp2``, which loads some of them only then. ``fsdp2.__version__`` is the version.
+Further modules are ``fsdp2.checkpoint``, ``fsdp2.init``, ``fsdp2.optim``, ``fsdp2.parallel``, ``fsdp2.plan``,
+``fsdp2.trace``, ``fsdp2.compat`` and ``fsdp2.events``. All are available after ``import fsdp2``; some are loaded on
+first use. ``fsdp2.__version__`` is the version.
 
-The public names are those in ``__all__`` of these modules, and of ``fsdp2.events`` only ``Event`` and ``record``. Every
-other module, and every other name, may change or go without notice.
+The public names are those in ``__all__`` of these modules, and of ``fsdp2.events`` only ``Event`` and ``record``. All
+other modules and names may change or disappear without notice.
 """
 
 import importlib
 import importlib.metadata
 import typing
 
-from fsdp2 import checks as _checks  # noqa: F401  # these plug themselves into the hooks of the runtime
+from fsdp2 import checks as _checks  # noqa: F401  # they register themselves in the runtime's hooks
 from fsdp2.api import fully_shard
 from fsdp2.errors import (
     ArgumentError,

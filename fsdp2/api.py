@@ -62,39 +62,39 @@ def fully_shard(
     zero: Any = None,
     optional: object = False,
 ) -> Any:
-    """Shard the parameters of `module` over a mesh; it becomes one unit, whose parameters communicate together.
+    """Shard the parameters of `module` over a mesh. It becomes one unit, whose parameters are communicated together.
 
     The unit manages all parameters below `module` except those that an earlier call on a submodule manages, so call it
     bottom-up: on each block and then on the whole model. Every rank of the mesh must call it on the same modules in the
-    same order. No parameters are communicated: each rank keeps its rows of its own values. Parameters are replaced by
-    DTensors; create optimizers afterwards, or see `fsdp2.optim`. A weight that is tied to a weight of an earlier unit
-    stays one parameter, which the earlier unit manages with its policies. Returns `module`, the same object.
+    same order. Nothing is communicated: each rank keeps its own rows of the values that it has. Parameters are replaced
+    by DTensors; create optimizers afterwards, or see `fsdp2.optim`. A weight that is tied to a weight of an earlier
+    unit stays one parameter, which the earlier unit manages with its policies. Returns `module`, the same object.
 
     Args:
         module: a module with a `forward`, or a list of modules that form one unit (for example, modules that share a
-            weight). Its class is swapped, so that it is an `FSDPModule` afterwards.
+            weight). Its class is swapped: afterwards it is an `FSDPModule`.
         mesh: 1-D: parameters are sharded over it (FSDP). 2-D with names: replicated over the first axis and sharded
             over the second (HSDP). None: all ranks. Parameters and buffers move to its device, except meta tensors.
             Parameters may be DTensors on another axis (tensor parallelism) of the mesh that `mesh` is part of.
         reshard_after_forward: True frees unsharded parameters after forward and gathers them again for backward. False
-            keeps them. An int reshards to groups of that many ranks, which must divide the shard axis. None: False for
-            the root, True for others.
+            keeps them. An int reshards to groups of that many ranks; it must divide the size of the shard axis. None:
+            False for the root, True for others.
         shard_placement_fn: called with each parameter; returns ``Shard(dim)``, a `ShardPlacementResult` with a separate
             mesh for the parameter, or None for ``Shard(0)``. Uneven sizes are allowed on every dim. Scalars are
             replicated.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: `CPUOffloadPolicy` keeps sharded parameters, gradients and optimizer state in host memory;
-            `Offload` some of them.
+            `Offload` keeps some of them there, or in files.
         ignored_params: parameters that are not sharded, moved or reduced.
         dp_mesh_dims: a `DataParallelMeshDims`: the data-parallel axes of `mesh`, which is then the full SPMD mesh on
-            which all parameters are DTensors. Replicate axes alone shard nothing.
-        zero: what is sharded and when, as a stage of ZeRO: a `ZeroPolicy`.
-        optional: some ranks may not run `module` in a forward: True, or an `OptionalPolicy` that says how. The same
-            holds for units below `module`. Not for the root.
+            which all parameters are DTensors. With replicate axes only, nothing is sharded.
+        zero: a `ZeroPolicy`: the stage of ZeRO, that is, what is sharded and when.
+        optional: True, or an `OptionalPolicy` with details, if some ranks may not run `module` in a forward. This
+            applies to the units below `module` too. Not for the root.
 
     Raises:
         ArgumentError: the mesh, an argument or a parameter is unsuitable; the message names it.
-        MisuseError: a module is already sharded, or is twice in the list.
+        MisuseError: a module is already sharded, or appears twice in the list.
         OrderError: a module that contains this one was sharded earlier, together with its parameters.
         UnsupportedError: the options cannot be combined.
 
@@ -145,12 +145,12 @@ fully_shard.state = unit_of  # type: ignore[attr-defined]  # the unit of a modul
 
 @dataclass(frozen=True)
 class Draft:
-    """A unit that has been checked and not been made.
+    """A unit that has been checked but not yet created.
 
     Attributes:
         managed: the modules whose parameters it will manage, with names.
-        planned, tied: those of `places`, divided into its own and those of other units, with name and slots here.
-        smaller: by the roles of a parameter: those on the mesh to reshard to after forward, if it is another.
+        planned, tied: the parameters of `places`: its own, and those of other units with their names and slots here.
+        smaller: maps a parameter's roles to those on the smaller mesh to reshard to after forward, if there is one.
     """
 
     placing: Placing
@@ -182,7 +182,7 @@ def _draft(modules: list[nn.Module], apart: Collection[nn.Module], placing: Plac
     offloads = placing.offload.of_params([param.nbytes for param, _ in planned])
     plans = deque((param, replace(plan, offload=each)) for (param, plan), each in zip(planned, offloads, strict=True))
     for each in modules:
-        swapped_class(type(each))  # which may be impossible
+        swapped_class(type(each))  # may raise
     return Draft(placing, modules, managed, places, plans, tied, {})
 
 
@@ -274,8 +274,8 @@ def _share(slots: list[Slot], param: ManagedParameter, unit: Unit) -> None:
 def _managed_modules(
     modules: Sequence[nn.Module], apart: Collection[nn.Module] = ()
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The modules and their submodules, with names; skips modules of other units, replicated ones, and those of
-    `apart` below."""
+    """The modules and their submodules, with names. Skips modules of other units, replicated ones, and submodules that
+    are in `apart`."""
     seen: set[nn.Module] = set()
     roots = set(modules)
     for root in modules:

@@ -41,7 +41,7 @@ def to_precision_policy(policy: Any) -> MixedPrecisionPolicy:
 
 
 def chosen_features(**options: Any) -> dict[str, Any]:
-    """What features make of these arguments of `fully_shard`; False and None leave a feature out."""
+    """These arguments of `fully_shard` as their features have converted them; False and None are left out."""
     chosen = {name: value for name, value in options.items() if value is not False and value is not None}
     for name in chosen.keys() - hooks.options.keys():
         raise UnsupportedError(f"fully_shard: {name}=: the module of fsdp2 that understands it is not there")
@@ -49,7 +49,7 @@ def chosen_features(**options: Any) -> dict[str, Any]:
 
 
 def parameter_set(params: Any) -> set[nn.Parameter]:
-    """`ignored_params` as a set, from any collection of parameters. (Names, for example, would have no effect.)"""
+    """`ignored_params` as a set, from any collection of parameters. Raises for anything else, such as names."""
     is_one = isinstance(params, (str, torch.Tensor, nn.Module)) or not isinstance(params, Iterable)
     found: list[Any] = [] if params is None else [params] if is_one else list(params)
     for each in found:
@@ -70,8 +70,8 @@ class Placing:
     zero: Any = None
 
     def plan(self, fqn: str, param: nn.Parameter) -> Plan:
-        """The plan for one parameter. Raises `ArgumentError` or `MisuseError` if a function of the user's returned an
-        unsuitable value, or the parameter is a DTensor on a mesh that is incompatible with ours."""
+        """The plan for one parameter. Raises `ArgumentError` or `MisuseError` if a user's function returned an
+        unsuitable value, or if the parameter is a DTensor on an incompatible mesh."""
         dim, roles = self._placement(fqn, param)
         if param.ndim == 0:
             roles = roles.replicated()
@@ -85,7 +85,7 @@ class Placing:
 
     @staticmethod
     def local(param: nn.Parameter) -> torch.Tensor:
-        """What this rank has of it, with tensor parallelism its local tensor."""
+        """This rank's values of it: with tensor parallelism its local tensor."""
         return (local_tensor(param) if isinstance(param, DTensor) else param).detach()
 
     def _placement(self, fqn: str, param: nn.Parameter) -> tuple[int, MeshRoles]:

@@ -22,7 +22,7 @@ class MisuseError(FSDPError, AssertionError):
 
 
 class UnsupportedError(FSDPError, NotImplementedError):
-    """A request that this version does not support."""
+    """This version does not support what was requested."""
 
 
 class CollectiveError(FSDPError, RuntimeError):
@@ -30,8 +30,7 @@ class CollectiveError(FSDPError, RuntimeError):
 
 
 class StepError(FSDPError, RuntimeError):
-    """A rank has failed in a step on which all agree (`agree_on_step`). All ranks have forgotten the step and can make
-    the next one."""
+    """A rank failed in a step under `agree_on_step`. All ranks have discarded the step and can run the next one."""
 
 
 class CheckpointError(FSDPError, RuntimeError):
@@ -39,13 +38,12 @@ class CheckpointError(FSDPError, RuntimeError):
 
 
 class ReplacedError(CheckpointError):
-    """A checkpoint was replaced or deleted while it was read. It was not damaged, but tensors may be only partly
-    filled."""
+    """A checkpoint was replaced or deleted while it was read. It is not damaged, but tensors may be partly filled."""
 
 
 class CorruptError(CheckpointError):
-    """Files of a checkpoint are damaged, or are not those that its manifest lists; their contents cannot be trusted."""
+    """Files of a checkpoint are damaged or differ from those in its manifest; their contents cannot be trusted."""
 
 
 class MismatchError(CheckpointError):
-    """A checkpoint does not fit what it was to be loaded into: missing or unexpected names, other shapes or dtypes."""
+    """A checkpoint does not match what it is loaded into: missing or unexpected names, other shapes or dtypes."""

@@ -1,4 +1,4 @@
-"""What the runtime did, for tests, `logging`, tools and profilers. Ground layer.
+"""Events: what the runtime did, for tests, `logging`, tools and profilers. Ground layer.
 
 `emit` reports to every `record` that is open and, at level DEBUG, to the logger ``fsdp2``. In a trace of
 `torch.profiler` the phases are ranges with the names of torch's FSDP2, such as ``FSDP::all_gather (layers.0)``.
@@ -27,17 +27,17 @@ class Event:
 
     Attributes:
         kind: ``unshard``, ``reshard`` (the parameters change form); ``all_gather``, ``reduce_scatter``, ``all_reduce``
-            (communication is issued), each with ``_wait`` and ``_done`` behind it (the host begins and ends to wait for
-            it; for that of an accelerator not long); ``agreement`` (the ranks tell each other about optional units);
+            (communication is issued); the same with ``_wait`` and ``_done`` appended (the host starts and stops waiting
+            for it, which is short on an accelerator); ``agreement`` (ranks exchange which optional units they run);
             ``pre_forward``, ``post_forward``, ``pre_backward``, ``post_backward`` (a unit's hooks ran);
-            ``root_pre_forward``, ``root_post_backward`` (an iteration's ends).
-        unit: FQN of the unit, ``""`` for the root, several modules joined by ``", "``.
+            ``root_pre_forward``, ``root_post_backward`` (an iteration starts and ends).
+        unit: FQN of the unit; ``""`` for the root; for a unit of several modules, their FQNs joined by ``", "``.
         numel: elements of a collective: the gathered output over all ranks, the reduce-scatter's output on this rank,
             or the all-reduced tensor; padding included.
         nbytes: the same in bytes, in the dtype on the wire.
         dtype: dtype on the wire (None if a collective carries several).
         group_size: ranks that take part.
-        at: when, in seconds of `time.perf_counter`. Events that differ in this alone are equal.
+        at: time in seconds, from `time.perf_counter`. Ignored in comparisons of events.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Event:
 
 
 class _Emit:
-    """Called with the first fields of an `Event`. Without listeners that runs no Python code."""
+    """Called with the first fields of an `Event`. Without listeners the call runs no Python code."""
 
     __call__: Any = staticmethod("".format)  # takes any arguments
 
@@ -70,7 +70,7 @@ def _report(*fields: Any) -> None:
 
 
 def follow_listeners() -> None:
-    """Let `emit` report if somebody listens now. A root's forward calls this first, to see the logger's level."""
+    """Turn `emit` on or off: are there listeners now? A root's forward starts with this, to read the logger's level."""
     is_heard = _listeners or _log.isEnabledFor(logging.DEBUG)
     _Emit.__call__ = staticmethod(_report if is_heard else "".format)  # type: ignore[method-assign]
 
@@ -97,8 +97,8 @@ def record() -> Iterator[list[Event]]:
 
 
 def profiler_range(name: str, fqn: str = "") -> AbstractContextManager[object]:
-    """A range of the profiler around a block: ``name (fqn)``; with a name that ends in "for", ``name fqn``. What runs
-    often asks `profiler_is_on` itself, which is no Python call."""
+    """A profiler range around a block: ``name (fqn)``, or ``name fqn`` if the name ends in "for". Hot paths check
+    `profiler_is_on` first, which runs no Python code."""
     if not profiler_is_on():
         return NOTHING
     if name.endswith(" for"):

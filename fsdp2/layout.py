@@ -1,7 +1,7 @@
-"""Pure geometry: how a tensor is cut over ranks, and how several share one buffer. No tensor, no process group.
+"""Pure geometry: how a tensor is split over ranks, and how several share one buffer. No tensor, no process group.
 
-A tensor is cut as `torch.chunk` does it: ``ceil(size / parts)`` entries along the shard dim in every chunk but the last
-one that has any; chunks after that are empty. Shards and the larger chunks on a smaller mesh are cut in the same way.
+A tensor is split like `torch.chunk`: ``ceil(size / parts)`` entries along the shard dim in every chunk, except that the
+last non-empty one may be smaller; chunks after it are empty. The larger chunks on a smaller mesh follow the same rule.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class _Bounds(Sequence[int]):
-    """The start of each of `parts` chunks of ``range(size)``, then the end; times `scale`. Computed on access: of
-    thousands a rank needs two."""
+    """The start of each of `parts` chunks of ``range(size)``, then the end; times `scale`. Computed on access, because
+    a rank needs only two of them."""
 
     size: int
     parts: int
@@ -115,7 +115,7 @@ class ShardLayout:
 
     @cached_property
     def flat_bounds(self) -> Sequence[int]:
-        """Start of each rank's elements in the whole tensor read flat; they are contiguous only when `dim` is 0."""
+        """Start of each rank's elements in the flattened tensor; they are contiguous only when `dim` is 0."""
         assert self.dim == 0
         return _Bounds(self.shape[0], self.parts, self.row_numel)
 
@@ -139,14 +139,14 @@ class ShardLayout:
 class Lane(Enum):
     """How a parameter travels in a collective."""
 
-    DIRECT = "direct"  # its own contiguous tensors are the operands, no copy on either side
-    PACKED = "packed"  # it shares one buffer with others, with copy-in and copy-out
+    DIRECT = "direct"  # its own contiguous tensors are the operands; no copies
+    PACKED = "packed"  # shares one buffer with others, with copy-in and copy-out
 
 
 def choose_lane(layout: ShardLayout, itemsize: int, min_bytes: int | None, allows_uneven: bool) -> Lane:
-    """Which lane a parameter takes, at `itemsize` bytes per element on the wire. `min_bytes`: the smallest shard for
-    which a separate message is worthwhile; None where only the packed lane works. `allows_uneven`: ranks may own
-    different numbers of elements of one operand."""
+    """The lane of a parameter with `itemsize` bytes per element on the wire. `min_bytes`: the smallest shard that is
+    worth a separate message; None where only the packed lane works. `allows_uneven`: ranks may own different numbers
+    of elements of one operand."""
     if layout.parts == 1:
         return Lane.DIRECT  # nothing is sent
     if min_bytes is None or layout.dim != 0 or not (layout.even or allows_uneven):

@@ -28,7 +28,7 @@ class ShardPlacementResult:
 
     Attributes:
         placement: ``Shard(dim)``.
-        mesh: 1-D or 2-D, with the same meaning as the `mesh` argument of `fully_shard`; None for that one.
+        mesh: 1-D or 2-D, as the `mesh` argument of `fully_shard`; None for the mesh passed there.
     """
 
     placement: Shard
@@ -37,7 +37,7 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks along one axis of a mesh, including this rank. An axis that does not exist has no group."""
+    """The ranks along one axis of a mesh, including this rank. A missing axis has no group, and size 1."""
 
     group: Any = None
     size: int = 1
@@ -46,16 +46,15 @@ class Axis:
 
 @dataclass(frozen=True)
 class MeshRoles:
-    """A mesh with the roles of its axes; at least one of the two axes exists. Equal for equal meshes.
+    """A mesh with the roles of its axes, of which at least one exists. Equal for equal meshes.
 
     Attributes:
         mesh: the data-parallel axes alone.
-        sharded_replicas: the sharded parameters (but not those gathered in forward) are split over the replicate axis
-            too.
-        own_specs: makes the specs of parameters, in place of `specs_of`, from FQN, parameter and dim.
+        sharded_replicas: sharded parameters are split over the replicate axis too (those gathered in forward are not).
+        own_specs: replaces `specs_of`: makes a parameter's specs from its FQN, the parameter and the dim.
         flat: without a shard axis, the 1-D mesh of all ranks of `mesh`, over which gradients are reduced.
-        shard: the ranks that together hold a parameter once; with its size, rank and group.
-        replicate: the ranks that hold the same shard as this one; with its size and group.
+        shard: the ranks that together hold a parameter once; also as `shard_size`, `shard_rank` and `shard_group`.
+        replicate: the ranks that hold the same shard as this one; also as `replicate_size` and `replicate_group`.
     """
 
     mesh: DeviceMesh
@@ -80,7 +79,7 @@ class MeshRoles:
 
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
-        """The 1-D mesh of the shard axis (of the replicate axis, where there is no other)."""
+        """The 1-D mesh of the shard axis; without one, that of the replicate axis."""
         if self.mesh.ndim == 1:
             return self.mesh
         assert self.mesh.mesh_dim_names is not None and self.shard_axis is not None
@@ -95,7 +94,7 @@ class MeshRoles:
         return torch.device(self.mesh.device_type, module.current_device())
 
     def replicated(self) -> "MeshRoles":
-        """Roles in which the same ranks all hold whole parameters: for scalars, and for ZeRO stage 0."""
+        """The same ranks, each holding whole parameters: for scalars, and for ZeRO stage 0."""
         if self.shard_axis is None:
             return self
         flat = flatten_mesh(self.mesh)
@@ -107,8 +106,8 @@ def _axis_of(mesh: DeviceMesh, axis: int | None) -> Axis:
 
 
 def roles_of(mesh: DeviceMesh) -> MeshRoles:
-    """The roles of a 1-D or 2-D mesh's axes. Raises `ArgumentError` for another number of axes, and `MisuseError` for a
-    2-D mesh without names, of which a wrong order of the axes could not be detected."""
+    """The roles of the axes of a 1-D or 2-D mesh. Raises `ArgumentError` for another number of axes, and `MisuseError`
+    for a 2-D mesh without names, since swapped axes would go unnoticed."""
     if mesh.ndim not in (1, 2):
         raise ArgumentError(
             f"fully_shard: expected a 1-D (shard) or 2-D (replicate, shard) mesh, got {mesh}. With model-parallel axes "

@@ -1,7 +1,7 @@
 """`FSDPModule`: the methods that `fully_shard` gives to a module, by swapping its class. Layer: module.
 
-The class of a sharded module, ``(FSDPModule, original class)``, is made on demand. `FSDPModule` also derives from
-torch's public one, for code that checks for that, and overrides every method of it.
+The class of a sharded module, ``(FSDPModule, original class)``, is created on demand. `FSDPModule` derives from torch's
+public class of that name, for code that checks `isinstance`, and overrides all its methods.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ _swapped_classes: dict[type, type] = {}
 
 
 def swapped_class(original: type) -> type:
-    """The class with the FSDP methods in addition to those of `original`; there is one for each original class."""
+    """`original` with the FSDP methods added; one class for each original."""
     if original not in _swapped_classes:
-        # Keep these two for code that looks at them. transformers distinguishes its own modules from those of users by
-        # `__module__`, and initialises them differently; by the str of the class, which consists of both, it finds what
-        # outputs a model can record (`output_hidden_states`).
+        # Other code reads both names. transformers initialises modules with its own `__module__` differently from
+        # users' modules, and looks up by the class's str, which contains both, the outputs that a model can record
+        # (`output_hidden_states`).
         names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
         _swapped_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), names)
     return _swapped_classes[original]
@@ -55,11 +55,10 @@ class UnshardHandle:
 
 
 class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every method is overridden, with our own types
-    """The methods that a sharded module has in addition to those of its original class; setters are in `Settings`."""
+    """The methods that `fully_shard` adds to a module. The setters are in `Settings`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A plain module of the original class: containers create new containers of their class when they are
-        sliced."""
+        """A plain module of the original class. (A sliced container calls its own class to make a new one.)"""
         original = original_class(cls)
         module = original.__new__(original, *args, **kwargs)
         module.__init__(*args, **kwargs)
@@ -72,9 +71,9 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         )
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather the parameters of this module's unit (not those of the sharded modules below it). Collective over
-        the shard group. They stay unsharded until `reshard`, or until a forward or backward of this module ends and
-        reshards them. Raises `OrderError` if parameters are still on the meta device.
+        """All-gather the parameters of this module's unit (not those of sharded modules below it). Collective over the
+        shard group. They stay unsharded until `reshard`, or until a forward or backward of this module reshards them
+        at its end. Raises `OrderError` if parameters are still on the meta device.
 
         Args:
             async_op: return at once; the parameters are usable after the handle's `wait`. The next forward also waits.
@@ -89,7 +88,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         step, handle = unit.ready_step(), UnshardHandle(unit)
         with outside_transforms():
             if step.order is None:
-                if not step.awaits_backward:  # which needs the values of its forward
+                if not step.awaits_backward:  # a backward needs the values of its forward
                     unit.drop_stale()
                 step.follow_compute()
             unit.unshard()
@@ -103,7 +102,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         unit_for(self).reshard_all()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """`to`, `cpu`, `to_empty` and the like act on the sharded parameters."""
+        """`to`, `cpu`, `to_empty` and similar methods act on the sharded parameters."""
         unit = unit_for(self)
         unit.reshard_all()
         explicit = [(p, p.grad_dtype) for p in unit.params if p.grad_dtype != p.dtype]
@@ -119,8 +118,8 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         return module  # type: ignore[no-any-return]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The model's own `zero_grad`, and the same for the sharded parameters of units that are unsharded now. It
-        warns about gradients that wait to be reduced; it does not clear those of units that are sharded now. With
+        """The module's own `zero_grad`, applied also to the sharded parameters of units that are currently unsharded.
+        It warns about unreduced gradients, and does not clear those of units that are currently sharded. With
         ``set_to_none=False`` it waits for steps that still read the gradients (`offload_optimizer`)."""
         for unit in units_below(self):
             for group in unit.groups:
@@ -139,9 +138,9 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
     def reset_iter_state(self) -> None:
         """Recover from an exception in forward or backward. Call it on the root, on every rank.
 
-        Waits for communication in flight, reshards all units, and drops gradients that were not reduced (those on
-        sharded parameters stay); with `share_comm_ctx` also those of other roots that are being reduced. Does nothing
-        before the first forward. Raises `OrderError` if this module is not the root, or, with `share_comm_ctx`, another
+        Waits for communication in flight, reshards all units, and drops unreduced gradients; with `share_comm_ctx`,
+        also other roots' gradients that are being reduced. The `.grad` of sharded parameters stays. Does nothing before
+        the first forward. Raises `OrderError` if this module is not the root, or if, with `share_comm_ctx`, another
         root's ``finalize_backward(async_op=True)`` has not been waited for.
         """
         unit = unit_for(self)
@@ -151,23 +150,23 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             unit.step.reset()
 
     def set_manual_backward_finalization(self, enable: bool) -> None:
-        """Whether backward leaves gradients unreduced until `finalize_backward` (default False). For pipelines, and for
-        overlapping reductions with other work. Takes effect at the next backward; then `set_is_last_backward` has no
-        meaning. Raises `OrderError` if this module is not the root."""
+        """Whether backward leaves gradients unreduced until `finalize_backward` (default False). For pipelines, and to
+        overlap reductions with other work. Takes effect at the next backward. While True, `set_is_last_backward` has no
+        effect. Raises `OrderError` if this module is not the root."""
         by_feature("set_manual_backward_finalization", self, boolean("enable", enable))
 
     def finalize_backward(self, *, async_op: bool = False) -> Pending | None:
-        """Reduce all gradients and reshard, after the last backward in manual mode. Collective: every rank must call
+        """In manual mode, after the last backward: reduce all gradients and reshard. Collective: every rank must call
         it. Does nothing if no backward has reached the sharded modules.
 
         Args:
-            async_op: return a handle while reductions are in flight. Sharded gradients are complete after its `wait`,
-                and no forward may run before that.
+            async_op: return a handle while reductions are in flight. Sharded gradients are complete after its `wait`;
+                do not run a forward before that.
 
         Raises:
-            OrderError: manual mode is off; a backward runs; a forward has not had its backward; the last handle was not
-                waited for; this module is not the root; HSDP gradients wait for an all-reduce; or a pipeline schedule
-                that splits backward has lost gradients of units that reshard after forward.
+            OrderError: manual mode is off; a backward is running; a forward has not had its backward; the last handle
+                was not waited for; this module is not the root; HSDP gradients wait for an all-reduce; or a pipeline
+                schedule that splits backward has lost gradients of units that reshard after forward.
 
         Example::
 

@@ -5,10 +5,10 @@ from typing import Any
 
 
 class _Nothing:
-    """`contextlib.nullcontext` with methods that are implemented in C: a unit enters fifty of these in each step."""
+    """`contextlib.nullcontext` with methods implemented in C: a unit enters fifty of these in each step."""
 
     __enter__ = staticmethod("".format)  # takes any arguments
-    __exit__ = staticmethod("".format)  # and returns what is false, so that errors pass
+    __exit__ = staticmethod("".format)  # returns a false value, so that errors propagate
 
 
 _nothing: Any = _Nothing()

@@ -1,6 +1,6 @@
 """Settings: frozen dataclasses, validated once. Ground layer.
 
-The public ones have the fields of torch's FSDP2, so that either's objects can be passed to `fully_shard`.
+The public ones have the fields of torch's FSDP2, so that `fully_shard` accepts the objects of either.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,15 +19,15 @@ class MixedPrecisionPolicy:
     """Which dtype a unit computes and reduces in. Sharded parameters and the optimizer keep the original dtype.
 
     Attributes:
-        param_dtype: dtype of the unsharded floating-point parameters, hence of the all-gather and of compute.
+        param_dtype: dtype of the unsharded floating-point parameters, and so of the all-gather and of compute.
             None: the original dtype.
         reduce_dtype: dtype of reduce-scatter and all-reduce, and of gradients that wait for them. None: the
-            parameter's `grad_dtype`, which is its original dtype by default (as torch 2.15; 2.13 has `param_dtype`).
+            parameter's `grad_dtype`, by default its original dtype (as in torch 2.15; torch 2.13 uses `param_dtype`).
         output_dtype: floating-point forward outputs are cast to it. None: no cast.
-        cast_forward_inputs: cast floating-point forward inputs to `param_dtype`, where that is set.
-        param_dtype_override_fn: called once with each floating-point parameter by `fully_shard`; returns its compute
-            dtype: None or `param_dtype` for that, its own dtype to leave it alone (an fp32 router in a bf16 block). It
-            must return the same on every rank.
+        cast_forward_inputs: cast floating-point forward inputs to `param_dtype`, if that is set.
+        param_dtype_override_fn: `fully_shard` calls it once for each floating-point parameter. It returns None or
+            `param_dtype` for the default, or the parameter's own dtype to leave it alone (an fp32 router in a bf16
+            block). It must return the same on every rank.
         all_gather_dtype: ``torch.int8`` sends unsharded parameters as block-quantised integers with one scale for each
             256 elements: half the bytes of bf16, for an error of at most 1/254 of a block's largest element (ZeRO++'s
             qwZ, https://arxiv.org/abs/2306.10209). Sharded parameters stay exact. None: the compute dtype.
@@ -79,12 +79,12 @@ class OffloadPolicy:
 
     @property
     def pins(self) -> bool:
-        """Whether what lives in host memory is page-locked."""
+        """Whether host memory is page-locked."""
         return False
 
     @property
     def in_files(self) -> bool:
-        """Whether `home` is memory of files."""
+        """Whether `home` is memory mapped from files."""
         return False
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -92,11 +92,11 @@ class OffloadPolicy:
         return torch.zeros(numel, dtype=dtype, device=self.home)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor on the device `home` is in memory as `zeros` gives."""
+        """Whether the memory of a tensor on the device `home` is of the kind that `zeros` returns."""
         return True
 
     def of_params(self, sizes: Sequence[int]) -> "Sequence[OffloadPolicy]":
-        """The policies of a unit's parameters, which have these bytes."""
+        """The policies for a unit's parameters of these sizes in bytes."""
         return [self] * len(sizes)
 
 
@@ -122,27 +122,27 @@ def boolean(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class UnitSettings:
-    """What the `set_*` methods of `FSDPModule` change; one per unit, replaced as a whole.
+    """What the `set_*` methods of `FSDPModule` change. One per unit, replaced as a whole.
 
     Attributes:
-        reshard_after_forward: True, False, the size of the smaller group to reshard to, or None: the default, which
-            the first forward turns into True, except for the root. The root stays unsharded if a backward may follow.
+        reshard_after_forward: True, False, the size of the smaller group to reshard to, or None, the default: the first
+            forward sets it to True, except on the root, which stays unsharded if a backward may follow.
         reshard_after_backward: free the unsharded parameters after backward.
         unshard_in_backward: all-gather before backward where needed (False for parameters that backward never reads).
         requires_gradient_sync: reduce gradients in backward.
         requires_all_reduce: with HSDP, also reduce over the replicate axis.
-        reduce_unused: trainable parameters without a gradient are reduced as zeros: all, or those of a group with these
-            indices.
+        reduce_unused: reduce trainable parameters without a gradient as zeros: True for all, or their indices in the
+            group.
         is_last_backward: finish all reductions before backward returns; read on the root only.
         gradient_divide_factor: divide the sum of gradients by this instead of the number of ranks.
         force_sum: use SUM and divide afterwards, never the backend's AVG.
         max_input_buffers: reductions that may be in flight before compute waits for the oldest.
         all_reduce_hook: called with the flat reduced gradients before the parameters get them, their mesh, and the
             `Streams`.
-        zero: the `ZeroPolicy`; says what waits for the last backward of a step.
-        when_reduced: called with the managed parameters of a reduction when they have their gradients, in the last
-            backward of a step.
-        features: the arguments of `fully_shard`, and settings, that features understand, by name.
+        zero: the `ZeroPolicy`; it decides what waits for the last backward of a step.
+        when_reduced: called in the last backward of a step with the parameters of a reduction, once they have their
+            gradients.
+        features: by name, the arguments of `fully_shard` and the settings that features implement.
         ends_step: a backward with these settings completes the sharded gradients, so that the optimizer may step.
     """
 

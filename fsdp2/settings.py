@@ -1,6 +1,6 @@
 """`Settings`: the setters of `FSDPModule`. They change `UnitSettings` and the channels of buckets. Layer: module.
 
-The class precedes the model's own, so it has only documented names: any other could hide a method of the model.
+The class precedes the model's own in the MRO, so it has only documented names: any other could hide a model's method.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ class Settings:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward passes finish their reductions before they return (default True). Call it on the
-        root, for the whole tree. Set False for all microbatches but the last, which waits for all reductions.
-        Parameters that were prefetched but not used stay for the next backward."""
+        root, for the whole tree. Set False for all microbatches but the last, which waits for all reductions. While
+        False, parameters that were prefetched but not used stay unsharded for the next backward."""
         unit = unit_for(self)
         root = unit if unit.step is None else unit.step.root()
         assert root is not None
@@ -39,7 +39,7 @@ class Settings:
         """Whether backward reduces gradients (default True). Recursive.
 
         While False, gradients add up on the unsharded parameters, in the reduce dtype, without communication; the next
-        backward with True reduces their sum. With HSDP that means reduce-scatter and all-reduce: each call also sets
+        backward with True reduces their sum. With HSDP this covers reduce-scatter and all-reduce: each call also sets
         what `set_requires_all_reduce` sets, and the later of the two calls wins.
 
         Example::
@@ -62,12 +62,12 @@ class Settings:
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether trainable parameters without a gradient are reduced as zeros (default False). Recursive. For models
         in which ranks use different parameters: all ranks then reduce the same parameters in the same order, at the end
-        of backward (so the gradients of the whole unit stay until then)."""
+        of backward. A unit's gradients take up memory until then."""
         unused = boolean("reduce_scatter_unused_params", reduce_scatter_unused_params)
         change_settings(self, recurse, reduce_unused=unused)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be in flight before compute waits for the oldest (default 1); the largest number in
+        """How many reductions may be in flight before compute waits for the oldest (default 1). The largest number in
         the root's tree applies. Recursive. A larger number overlaps more and takes more memory."""
         if type(max_input_buffers) is not int or max_input_buffers < 1:
             error = ArgumentError if type(max_input_buffers) is int else TypeError
@@ -75,7 +75,7 @@ class Settings:
         change_settings(self, recurse, max_input_buffers=max_input_buffers)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide the sum of this unit's gradients over all ranks by `factor` instead of the number of ranks (None)."""
+        """Divide the sum of this unit's gradients over all ranks by `factor`; None for the number of ranks."""
         change_settings(self, False, gradient_divide_factor=None if factor is None else float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
@@ -83,7 +83,7 @@ class Settings:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether this unit's collectives always sum and divide afterwards, instead of using the backend's AVG."""
+        """Whether this unit's collectives always sum, and divide afterwards, instead of using the backend's AVG."""
         change_settings(self, False, force_sum=boolean("enable", enable))
 
     def set_all_reduce_hook(self, hook: Callable[..., None] | None, *, stream: torch.Stream | None = None) -> None:
@@ -91,9 +91,9 @@ class Settings:
         before the sharded parameters get them. The hook may change them in place.
 
         Args:
-            hook: called as ``hook(flat)``; where the unit's parameters are on several meshes, as ``hook(flat, mesh)``
+            hook: called as ``hook(flat)``, or, if the unit's parameters are on several meshes, as ``hook(flat, mesh)``
                 for each mesh. None removes it.
-            stream: of the accelerator, on which the hook runs. With a replicate axis it runs on the all-reduce stream.
+            stream: the stream on which the hook runs. With a replicate axis it runs on the all-reduce stream.
 
         Raises `ArgumentError` for a `stream` with a replicate axis.
         """
@@ -128,8 +128,8 @@ class Settings:
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reduce-scatters have their own process group (default False). Recursive. An NCCL group runs one
-        collective at a time, so that all-gathers and reduce-scatters in backward wait for each other. The first call
-        for a mesh creates the group and is collective; later calls reuse it."""
+        collective at a time, so in backward all-gathers and reduce-scatters otherwise wait for each other. The first
+        call for a mesh creates the group and is collective; later calls reuse it."""
         by_feature("set_separate_reduce_scatter_group", self, boolean("enable", enable), recurse)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -142,8 +142,8 @@ class Settings:
         change_settings(self, recurse, reshard_after_backward=boolean("reshard_after_backward", reshard_after_backward))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward all-gathers this unit's parameters (default True). Set False for parameters that backward
-        does not read, such as those of an embedding; their gradients are still reduced."""
+        """Whether backward all-gathers this unit's parameters (default True). Set False if backward does not read them,
+        as in an embedding; their gradients are still reduced."""
         change_settings(self, False, unshard_in_backward=boolean("unshard_in_backward", unshard_in_backward))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
@@ -158,19 +158,19 @@ class Settings:
         unit_for(self).backward_prefetch = [ref(unit_in("set_modules_to_backward_prefetch", m)) for m in modules]
 
     def set_auto_forward_prefetch(self, enable: bool = True) -> None:
-        """Whether forward prefetches, without lists, the unit that ran next in the last two iterations, if their order
-        was the same (default False). Set it on the root. If the order changes, prefetching stops at the first
-        difference and resumes after two equal iterations. As always, every rank must run units in the same order."""
+        """Whether forward prefetches, without explicit lists, the unit that ran next in the last two iterations, if
+        their order was the same (default False). Set it on the root. If the order changes, prefetching stops at the
+        first difference and resumes after two equal iterations. Every rank must run units in the same order."""
         by_feature("set_auto_forward_prefetch", self, boolean("enable", enable))
 
     def set_keep_unsharded_storage(self, enable: bool, *, recurse: bool = True) -> None:
         """Whether resharded parameters keep the memory of the unsharded ones, at the same address (default False).
-        Recursive. They are still gathered again. Avoids allocations; capture in a CUDA graph was never tried."""
+        Recursive. They are still gathered again. Avoids allocations; capture in a CUDA graph is untested."""
         by_feature("set_keep_unsharded_storage", self, boolean("enable", enable), recurse)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next root forward's all-gathers wait for `event` instead of all work issued to the current stream so
-        far. Record it right after the optimizer step."""
+        """Let the all-gathers of the next root forward wait for `event`, instead of for all work issued to the current
+        stream. Record it right after the optimizer step."""
         unit_for(self).ready_step().post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -178,24 +178,24 @@ class Settings:
 
 
 def units_of(module: Any, recurse: bool) -> list[Unit]:
-    """The unit of `module` and its followers; with `recurse`, all units below it."""
+    """The unit of `module` and its followers; with `recurse`, also all units below."""
     unit = unit_for(module)
     return units_below(module) if recurse else [unit, *unit.followers]
 
 
 def change_settings(module: Any, recurse: bool, **changes: Any) -> None:
-    """Change fields of `UnitSettings` for the unit of `module`; with `recurse` for the units below it."""
+    """Change fields of `UnitSettings` for the unit of `module`; with `recurse`, also for the units below."""
     for unit in units_of(module, recurse):
         unit.settings = replace(unit.settings, **changes)
 
 
 def groups_of(module: object) -> list[Bucket]:
-    """Those of the unit, and of its followers."""
+    """The groups of the module's unit and of its followers."""
     return [group for unit in units_of(module, recurse=False) for group in unit.groups]
 
 
 def by_feature(name: str, *args: Any) -> Any:
-    """Call the method of this name that a feature implements."""
+    """Call the setter of this name, which a feature implements."""
     return hooks.implementation(hooks.setters, name, name)(*args)
 
 

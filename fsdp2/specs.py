@@ -8,7 +8,7 @@ a DTensor on a      that DTensor                         the data-parallel axes,
 model-parallel mesh                                      (both submeshes of one mesh)
 ==================  ===================================  =====================================================
 
-If a model-parallel axis splits the same dim that we shard, it splits first, and we split its pieces. `_StridedShard`
+If a model-parallel axis splits the dim that we shard, it splits first, and we split its pieces. `_StridedShard`
 expresses this, so that `full_tensor()` puts the pieces together in the right order.
 """
 
@@ -56,7 +56,7 @@ class ParamSpecs:
 
     def _spec(self, mesh: DeviceMesh, placements: Sequence[Placement], dtype: torch.dtype) -> DTensorSpec:
         placements = _placements.setdefault(tuple((type(each), each) for each in placements), tuple(placements))
-        # An entry lives as long as its spec, which keeps the mesh alive, so that ids are not reused.
+        # An entry lives as long as its spec, which keeps the mesh alive, so ids are not reused.
         key = id(mesh), id(placements), self.shape, self.stride, dtype
         found = _specs.get(key)
         return found or _specs.setdefault(key, make_spec(mesh, placements, self.shape, self.stride, dtype))
@@ -105,7 +105,7 @@ def _data_placements(roles: MeshRoles, dim: int, cuts: int) -> tuple[Placement, 
 
 
 def cuts_of(placements: Sequence[Placement], mesh: DeviceMesh, dim: int) -> int:
-    """Into how many pieces `placements` split `dim`. (`_StridedShard` is not a `Shard` in every torch version.)"""
+    """The number of pieces into which `placements` split `dim`. (`_StridedShard` is not always a `Shard` in torch.)"""
     return prod(
         mesh.size(axis)
         for axis, placement in enumerate(placements)

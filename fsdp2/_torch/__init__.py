@@ -1,8 +1,8 @@
 """The private names of torch that the core uses, and public ones whose name depends on the version. Ground layer.
 
-Each names the private API and why no public one is enough. The other modules of this folder hold those of one package
-each, `shared` those of several; a torch upgrade touches this folder only. Checked on the CPU, with all tests on torch
-2.11.0, 2.13.0 and 2.15.0, and with a third of them on 2.14.1.
+Each entry says why no public API is enough. The other modules of this folder serve one package each, and `shared`
+serves several. A torch upgrade touches only this folder. Checked on the CPU, with all tests on torch 2.11.0, 2.13.0 and
+2.15.0, and with a third of them on 2.14.1.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
-    """The global shape and stride, which `DTensor.from_local` would compute at each call."""
+    """A spec made once from the global shape and stride, which `DTensor.from_local` would compute in each call."""
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
@@ -36,16 +36,16 @@ strided_shard: Callable[..., Placement] = _StridedShard
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the axes of several submeshes of one mesh, in this order, and their process groups. (Slicing the
-    root mesh by names finds no flattened axes.)"""
+    """One mesh with the axes and process groups of several submeshes of one mesh, in this order. (Slicing the root mesh
+    by names does not find flattened axes.)"""
     with real_tensors():
         return DeviceMesh._concatenate(list(meshes))
 
 
 @contextmanager
 def real_tensors() -> Iterator[None]:
-    """New tensors are real and on the CPU, as those of a mesh have to be, while the caller builds a model on the meta
-    device or of fake tensors."""
+    """Create real CPU tensors, as a mesh needs them, even while the caller builds a model on the meta device or with
+    fake tensors."""
     with fake_tensor.unset_fake_temporarily(), torch.device("cpu"):
         yield
 
@@ -59,7 +59,7 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def same_root_mesh(*meshes: DeviceMesh) -> bool:
-    """Whether two meshes are parts of the same mesh, or of equal ones: a DTensor's mesh may come from a cache."""
+    """Whether two meshes are parts of the same mesh, or of equal meshes: a DTensor's mesh may come from a cache."""
     with real_tensors():
         return torch.equal(*(mesh._get_root_mesh().mesh.flatten() for mesh in meshes))
 
@@ -72,15 +72,15 @@ plain_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor] = partial(DTensor.
 def make_dtensor(
     local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False, kind: type[DTensor] = DTensor
 ) -> DTensor:
-    """The same with other arguments."""
+    """`plain_dtensor` with `requires_grad` and a subclass."""
     tensor: DTensor = DTensor.__new__(kind, local, spec, requires_grad=requires_grad)
     return tensor
 
 
 def make_parameter(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
-    """A DTensor that is an `nn.Parameter`, which `_is_param` marks. The constructor of `nn.Parameter` would detach it,
-    which takes the spec from a cache, whose mesh may have other process groups; and call `requires_grad_`, which
-    transforms of `torch.func` refuse."""
+    """A DTensor that `_is_param` marks as an `nn.Parameter`. The constructor of `nn.Parameter` would detach it, which
+    takes the spec from a cache, whose mesh may have other process groups. It would also call `requires_grad_`, which
+    raises under transforms of `torch.func`."""
     param: Any = make_dtensor(local, spec, requires_grad)
     param._is_param = True
     return param  # type: ignore[no-any-return]
@@ -101,28 +101,28 @@ local_of: Callable[[torch.Tensor | None], torch.Tensor] = attrgetter("_local_ten
 spec_of: Callable[[torch.Tensor | None], DTensorSpec] = attrgetter("_spec")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")  # what it is a view of
 version: Callable[[torch.Tensor], int] = attrgetter("_version")  # how often autograd saw it change in place
-# Which storage a tensor has: another after ``tensor.data = ...``, which leaves a DTensor's local tensor as it was.
+# Identifies a tensor's storage. ``tensor.data = ...`` changes it, but not a DTensor's local tensor.
 storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 # Where a module's parameters live; `setattr` costs ten times as much.
 parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-# A tensor as a parameter of the user's own class, without calling a constructor that we do not know.
+# Makes a tensor a parameter of the user's own class without calling its constructor, which may do anything.
 subclassed_parameter: Callable[[type, torch.Tensor, bool], nn.Parameter] = torch.Tensor._make_subclass
 
 
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Give a DTensor, which must stay the same object, other storage and another spec."""
+    """Replace the local tensor and the spec of a DTensor that must stay the same object."""
     assert isinstance(tensor, DTensor)
     tensor._local_tensor = local
     tensor._spec = spec
 
 
-# Runs a function when the backward pass that is running now has finished (only callable from within one).
+# Runs a function at the end of the running backward pass (only callable from within one).
 queue_backward_callback: Callable[[Callable[[], None]], None]
 queue_backward_callback = torch.autograd.Variable._execution_engine.queue_callback
-# A number for the backward pass that this thread runs; -1 for none. A nested backward has its own number.
+# The number of the backward pass that this thread runs, or -1. A nested backward has its own number.
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
-# The number of the next node that this thread adds to the autograd graph (they ascend), and that of a node; whether the
-# backward that runs now has a node in its graph and runs it.
+# The number of the next node that this thread will add to the autograd graph (they ascend); the number of a node;
+# whether the running backward will run a node.
 next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr")
 will_run_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
@@ -133,49 +133,49 @@ def backward_is_running() -> bool:
     return running_backward() != -1
 
 
-# The level of forward-mode differentiation; negative if it is off.
+# The level of forward-mode AD; negative if it is off.
 forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 # Whether a transform of `torch.func` is active.
 transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# Runs a block as if no transform of `torch.func` were active: a tensor that is created within one is unusable later.
+# Runs a block as if no transform of `torch.func` were active: a tensor created under one cannot be used later.
 outside_transforms: Callable[[], AbstractContextManager[object]] = torch._C._DisableFuncTorch
-# Whether a profiler of this process records: `record_function` costs microseconds even if none does.
+# Whether a profiler is recording in this process: `record_function` costs microseconds even if none is.
 profiler_is_on: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled")
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Its `apply`, to be called where no transform is active. That of `Function` looks for transforms at each call,
-    which costs a third of it."""
+    """Its `apply` for calls without active transforms. `Function.apply` checks for transforms in each call, which takes
+    a third of its time."""
     base: Any = super(torch.autograd.Function, function)
     return base.apply  # type: ignore[no-any-return]
 
 
 def post_accumulate_grad_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """The `register_post_accumulate_grad_hook` hooks, in the order in which they run. Those of sharded parameters must
-    run for gradients that we set by hand; on unsharded ones ours must be the last."""
+    """The `register_post_accumulate_grad_hook` hooks, in the order in which they run. We call those of sharded
+    parameters ourselves, since we set their gradients; on unsharded parameters our own hook must be the last."""
     return list((hooks_of(tensor) or {}).values())
 
 
 def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Let the hooks of `old` be those of `new`, in the same dicts, so that handles of them still remove them."""
+    """Move the hooks of `old` to `new`, in the same dicts, so that their handles still remove them."""
     new._backward_hooks = old._backward_hooks
     if hooks := hooks_of(old):
         new._post_accumulate_grad_hooks = hooks
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether torch's composable `replicate` was applied: its `contract` decorator notes names in an attribute with a
+    """Whether torch's composable `replicate` was applied: its `contract` decorator stores names in an attribute with a
     random suffix."""
     notes = [value for key, value in module.__dict__.items() if key.startswith("__composable_api_state_key")]
     return any(isinstance(note, dict) and "replicate" in note for note in notes)
 
 
-# Many copies (and casts) in one call, one kernel on an accelerator; of lists that are not empty.
+# Many copies (and casts) in one call, with one kernel on an accelerator; the lists must not be empty.
 copy_lists: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
 
 def foreach_copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """`copy_lists` of any lists."""
+    """`copy_lists`, also for empty lists."""
     if destinations:
         copy_lists(list(destinations), list(sources))
 
@@ -216,7 +216,7 @@ _NAMES_BEFORE_2_13 = {
 
 
 def collective_of(group: dist.ProcessGroup, name: str) -> Callable[..., dist.Work]:
-    """The group's own method of this name, to be called with outputs, sources and options. `torch.distributed`'s
-    functions have checks that cost half as much as the call itself."""
+    """The group's own method of this name; call it with outputs, sources and options. The checks in
+    `torch.distributed`'s functions cost half as much as the call itself."""
     method: Callable[..., dist.Work] = getattr(group, name, None) or getattr(group, _NAMES_BEFORE_2_13[name])
     return method

@@ -9,8 +9,8 @@ collectives with operands of the same sizes in the same order. For two ranks, wi
     reduce_scatter   rank 0  [g0 | g1]   ->  [g0 + h0]      on gloo in rank order
                      rank 1  [h0 | h1]   ->  [g1 + h1]
 
-A collective is *planned* once, with all that does not change, and started in each step. An all-gather always fills the
-same tensors; a reduction is given others each time.
+A collective is *planned* once, with everything that does not change, and started in each step. An all-gather always
+fills the same tensors; a reduction gets new ones each time.
 """
 
 from abc import ABC, abstractmethod
@@ -31,12 +31,12 @@ Bounds = Sequence[int]  # group size + 1 offsets into a flat tensor, in elements
 
 
 def hash_of(*fields: object) -> int:
-    """A number for these fields, equal in all processes. Of 7 bytes: Python would hash one of 8 modulo 2**61 - 1."""
+    """A hash of these fields, equal in all processes. It has 7 bytes: Python reduces hashes of 8 modulo 2**61 - 1."""
     return int.from_bytes(blake2b(repr(fields).encode(), digest_size=7).digest(), "big")
 
 
 class Operand(NamedTuple):
-    """A flat tensor and the ranges of it that the ranks own."""
+    """A flat tensor, and the range of it that each rank owns."""
 
     full: torch.Tensor
     bounds: Bounds
@@ -48,13 +48,13 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class What:
-    """What a collective is.
+    """The description of a collective.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``; or in words, what it is for.
-        fqn: of the unit; None if it is about no unit.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``; or a phrase that says what it is for.
+        fqn: the unit's FQN; None if it belongs to no unit.
         numel, nbytes, dtype: as in `fsdp2.events.Event`.
-        device: of the tensors.
+        device: the device of the tensors.
     """
 
     kind: str
@@ -67,8 +67,8 @@ class What:
 
     @cached_property
     def tag(self) -> int:
-        """Identifies unit, kind and size; equal on all ranks. Backends with tagged messages use it so that mismatched
-        collectives do not pair up."""
+        """Identifies unit, kind and size; equal on all ranks. Backends with tagged messages use it to keep mismatched
+        collectives apart."""
         return hash_of(self.kind, self.fqn, self.numel, self.nbytes, str(self.dtype))
 
 
@@ -82,9 +82,9 @@ class Collective:
     """A collective over one group, planned once and started in each step. It may be started again before the wait.
 
     Args:
-        what: as it travels.
+        what: its description.
         call: starts it, without events.
-        comm, operands: of an all-gather: who planned it, and what it fills.
+        comm, operands: for an all-gather: the `Comm` that planned it, and the operands that it fills.
     """
 
     def __init__(
@@ -97,27 +97,27 @@ class Collective:
 
     def start(self, *tensors: Tensors) -> Any:
         """Returns what `wait` needs. An all-gather takes no arguments. A reduction takes flat sources, which must not
-        change until the wait, and for each the output, of the size of this rank's range; an all-reduce the same tensor
-        as both."""
+        change until the wait, and an output for each, of the size of this rank's range. For an all-reduce, source and
+        output are the same tensor."""
         emit(*self.event)
         return self.call(*tensors)
 
     def wait(self, started: Any) -> None:
         """Returns when work that the caller enqueues next may read the results: on an accelerator the current stream
-        waits, on the CPU the process. To be called once for each start."""
+        waits, on the CPU the process. Call it once for each start."""
         emit(*self.waits)
         started.wait()
         emit(*self.done)
 
 
 class Comm(ABC):
-    """How operands travel within one kind of process group; holds no reference to a group.
+    """How operands are communicated on one backend; holds no reference to a group.
 
     Attributes:
-        direct_min_bytes: the smallest shard for which a separate operand in an all-gather is worthwhile; None if all
-            must share one.
+        direct_min_bytes: the smallest shard that is worth a separate operand in an all-gather; None if all must share
+            one.
         direct_allows_uneven: whether ranks may own ranges of different sizes.
-        has_average: whether the reductions of the backend can divide by the group's size. If not, `average` is False.
+        has_average: whether the backend's reductions can divide by the group's size. If not, `average` is False.
     """
 
     direct_min_bytes: int | None = None
@@ -134,11 +134,11 @@ class Comm(ABC):
 
     @abstractmethod
     def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
-        """Fills every operand from all ranks; the caller fills its own range before each start."""
+        """Fills every operand from all ranks. The caller fills this rank's range before each start."""
 
     @abstractmethod
     def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool) -> Collective:
-        """Sums every source, with these bounds, over the ranks, and writes this rank's range to its output; with
+        """Sums each source over the ranks and writes this rank's range, as given by `bounds`, to its output; with
         `average`, divides by the group's size."""
 
     def plan_all_reduce(self, what: What, average: bool) -> Collective:
@@ -150,12 +150,12 @@ def _all_reduce(op: Any, group: dist.ProcessGroup, sources: Tensors, _outputs: T
     return dist.all_reduce(sources[0], op, group, async_op=True)
 
 
-# Called with each collective that a unit has planned; what they return is started in its place, and emits its events.
+# Called with each collective that a unit has planned. The one they return is started instead, and emits its events.
 wrap_collective: list[Callable[[Collective], Collective]] = []
 
 
 def wrapped(collective: Collective) -> Collective:
-    """`collective`, seen by those who watch."""
+    """`collective`, wrapped by these functions."""
     for wrap in wrap_collective:
         collective = wrap(collective)
     return collective

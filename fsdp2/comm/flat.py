@@ -15,7 +15,7 @@ from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Tensors, What
 
 
 class FlatComm(Comm):
-    """One flat collective. Everything takes the packed lane, so there is exactly one operand of equal ranges."""
+    """One flat collective. Everything takes the packed lane, so there is one operand, of equal ranges."""
 
     def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
         (operand,) = operands
@@ -57,7 +57,7 @@ def _scatter_coalesced(method: Any, options: Any, sources: Tensors, outputs: Ten
     return method(list(map(_as_real, outputs)), list(map(_as_real, sources)), options)
 
 
-# What backends have no type for; torch has more, which nobody trains with (`ncclDataType` in its NCCLUtils.hpp).
+# Dtypes that backends lack (for NCCL see `ncclDataType` in torch's NCCLUtils.hpp); others are not used in training.
 _OTHERS = frozenset((torch.complex64, torch.complex128, torch.int16, torch.uint16, torch.uint32, torch.uint64))
 
 

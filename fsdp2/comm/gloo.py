@@ -1,9 +1,9 @@
 """`GlooComm`: point-to-point messages straight into the destination's rows. Layer: comm.
 
-Each rank sends every other rank its range, and receives theirs in place. In a reduce-scatter it receives the others'
-data for its range, and sums in rank order. gloo's own collectives stage their data, and take up to twice as long:
-docs/decisions.md. A message's tag says of which unit and operation it is: ranks that run units in a different
-order never take each other's weights, but wait for messages that do not come, which the watchdog reports.
+Each rank sends its range to every other rank, and receives theirs in place. In a reduce-scatter it receives the others'
+data for its range, and sums in rank order. gloo's own collectives stage their data, and take up to twice as long
+(docs/decisions.md). A message's tag identifies its unit and operation: ranks that run units in a different order never
+receive the wrong weights, but wait for messages that do not come, which the watchdog reports.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fsdp2._torch import foreach_copy
 from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, Tensors, What
 
-_WHOLE_BYTES = 64 * 1024  # of an all-reduce: below, a second round of messages costs more than the bytes
+_WHOLE_BYTES = 64 * 1024  # of an all-reduce; below, a second round of messages costs more than sending everything
 
 Add = Callable[[Tensors, torch.Tensor], None]
 
@@ -26,8 +26,8 @@ Message = tuple[Callable[[list[torch.Tensor], int, int], dist.Work], list[torch.
 
 
 def _calls(group: dist.ProcessGroup, received: Sequence[Tensors], sent: Sequence[Tensors], tag: int) -> list[Message]:
-    """What this rank exchanges with all others, as calls: for each operand it receives ``received[operand][rank]`` from
-    that rank, and sends ``sent[operand][rank]`` to it."""
+    """The sends and receives of this rank, as calls: for each operand it receives ``received[operand][rank]`` from that
+    rank, and sends ``sent[operand][rank]`` to it."""
     rank, size, tag = group.rank(), group.size(), tag & 0x3FFFFFFF | 0x40000000
     calls: list[Message] = []
     for step in range(1, size):
@@ -40,9 +40,9 @@ def _calls(group: dist.ProcessGroup, received: Sequence[Tensors], sent: Sequence
     return calls
 
 
-# gloo cannot withdraw a message. If a receive is freed before its message arrives, all later messages between the two
-# ranks are blocked, whatever their tag: the next barrier hangs (torch 2.13). So the handles of messages that nobody
-# will wait for, because of an exception, are kept until the group is used again. Then all ranks have sent theirs.
+# gloo cannot cancel a message. If a receive is freed before its message arrives, all later messages between the two
+# ranks are blocked, whatever their tag: the next barrier hangs (torch 2.13). So, after an exception, the handles that
+# were not waited for are kept until the group is used again. By then all ranks have sent their messages.
 _unwaited: WeakKeyDictionary[dist.ProcessGroup, list[dist.Work]] = WeakKeyDictionary()
 
 
@@ -59,7 +59,7 @@ def finish_unwaited(group: dist.ProcessGroup) -> None:
 
 
 class Messages:
-    """Messages in flight, and what follows when all have arrived."""
+    """Messages in flight; `finish` is called when all have arrived."""
 
     def __init__(self, group: dist.ProcessGroup, calls: Sequence[Message], finish: Callable[[], None] | None = None):
         self.works: list[dist.Work] = []
@@ -79,7 +79,7 @@ class Messages:
             self.finish()
 
     def __del__(self) -> None:
-        if not self.is_waited_for:  # or not for all, after an error
+        if not self.is_waited_for:  # or only partly, after an error
             keep_unwaited([work for work in self.works if not work.is_completed()], self.group)
 
 
@@ -88,8 +88,8 @@ def _sizes(bounds: Bounds) -> list[int]:
 
 
 def _start_sum(what: What, sizes: Sequence[Sequence[int]], add: Add, sources: Tensors, outputs: Tensors) -> Pending:
-    """Start a reduce-scatter, whose rows are summed by `add` when all have arrived. The first row is received in the
-    output if it has its dtype, so two ranks need no other memory."""
+    """Start a reduce-scatter, whose rows `add` sums when all have arrived. The first row is received directly in the
+    output if the dtypes match, so two ranks need no extra memory."""
     in_place = sources[0].dtype == outputs[0].dtype
     group, rank, num_ranks = what.group, what.group.rank(), what.group.size()
     if num_ranks == 1:
@@ -117,7 +117,8 @@ def _add(rows: Tensors, output: torch.Tensor) -> None:
 
 
 class AllReduced:
-    """An all-reduce in flight as a reduce-scatter: all of it to every rank, or parts that are gathered afterwards."""
+    """An all-reduce in flight, done as a reduce-scatter: of everything to every rank, or of parts that are gathered
+    afterwards."""
 
     def __init__(self, comm: "GlooComm", what: What, sources: Tensors, outputs: Tensors):
         size, flat = what.group.size(), sources[0].view(-1)
@@ -157,6 +158,5 @@ class GlooComm(Comm):
         return Collective(what, partial(_start_sum, what, list(map(_sizes, bounds)), add))
 
     def plan_all_reduce(self, what: What, average: bool) -> Collective:
-        """In messages too, so that they say what they are: gloo's own all-reduce adds whatever the other ranks reduce
-        at the time."""
+        """In tagged messages too: gloo's own all-reduce would add up whatever the other ranks reduce at that time."""
         return Collective(what, partial(AllReduced, self, what))

@@ -1,8 +1,8 @@
 """Where the sum of gradients is divided: pure arithmetic (tests/behaviour.md, 124-131). Layer: comm.
 
-fp32 and bf16 sums are averaged by each collective in turn where the backend can, unless the user forces sums or gives a
-factor (of the shard axis' size only the reduce-scatter averages); what is left is divided at the end. fp16 overflows at
-65504, so values are divided by about the square root of the divisor before the sum and by the rest after it.
+In fp32 and bf16 each collective averages if the backend can, unless the user forces sums or sets a factor. (If the
+factor is the size of the shard axis, only the reduce-scatter averages.) The rest is divided at the end. fp16 overflows
+at 65504, so values are divided by about the square root of the divisor before the sum, and by the rest after it.
 """
 
 from dataclasses import dataclass
@@ -48,8 +48,8 @@ def fp16_factors(factor: float) -> tuple[float, float]:
 def scaling_for(
     dtype: torch.dtype, shard_size: int, replicate_size: int, factor: float | None, averages: tuple[bool, bool]
 ) -> Scaling:
-    """The scaling of a reduction in `dtype` over ``shard_size * replicate_size`` ranks. `factor` divides the sum over
-    all ranks (None: their number). `averages`: whether the reduce-scatter and the all-reduce may divide."""
+    """The scaling of a reduction in `dtype` over ``shard_size * replicate_size`` ranks. `factor`: the divisor of the
+    sum over all ranks (None: their number). `averages`: whether the reduce-scatter and the all-reduce may divide."""
     ranks = shard_size * replicate_size
     divisor = float(ranks if factor is None else factor)
     if dtype == torch.float16 and ranks > 1:

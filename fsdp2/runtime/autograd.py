@@ -6,11 +6,11 @@
     backward     inputs <-- [_BackwardEnd] <-- the unit's modules <-- hook on each output
 
 The hook on an output runs when its gradient is available, before the unit's backward. `_BackwardEnd` passes the inputs'
-gradients through afterwards. If no input needs a gradient, the end of the whole backward ends the unit's instead. A
-backward that builds a graph (``create_graph=True``) can itself be differentiated: the second backward begins where the
-first one ended, at the gradients of the inputs, so these get the hook of an output.
+gradients through afterwards. If no input needs a gradient, the unit's backward ends with the whole backward. A backward
+that builds a graph (``create_graph=True``) can itself be differentiated. That second backward begins where the first
+one ended, at the gradients of the inputs, so these get the same hook as an output.
 
-Under transforms of `torch.func`, and with forward-mode differentiation, the tensors have levels: see `hooks.levels`.
+For transforms of `torch.func` and forward-mode AD, in which tensors have levels, see `hooks.levels`.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ from fsdp2.runtime.tree import map_tensors, tensors_in, tensors_within
 Callback = Callable[..., None]
 _needs_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
-# A leaf below the end of every unit's backward, which never gets a gradient: a backward that would not run its node was
-# given `inputs`, or is `torch.autograd.grad`. So this says whether the backward that runs now, and that passes through
-# the end of some unit's, computes all gradients.
+# A leaf that every `_BackwardEnd` takes as an input, and that never gets a gradient. If a backward that passes through
+# such an end will not run the leaf's node, it was given `inputs` or is `torch.autograd.grad`. So this says whether the
+# running backward computes all gradients.
 _leaf = torch.zeros(0, requires_grad=True)
 backward_is_whole: Callable[[], bool] = partial(will_run_node, get_gradient_edge(_leaf).node)
 
@@ -62,7 +62,7 @@ def on_backward_end(
     end: Callback, begin: Callback, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """Wrap the inputs of a forward: `end` runs when backward has passed through all of them, `begin` when a backward
-    through that backward reaches them. The third result: whether `backward_is_whole` will know."""
+    through that backward reaches them. The third result: whether `backward_is_whole` can be used in its backward."""
     if transforms_are_active() or forward_level() >= 0:
         return hooks.implementation(hooks.levels, "end", "torch.func")(end, begin, args, kwargs)  # type: ignore[no-any-return]
     tensors = list(filter(_needs_grad, tensors_in((args, kwargs) if kwargs else args)))
@@ -76,14 +76,14 @@ def on_backward_end(
 
 def on_backward_begin(callback: Callback, output: Any, since: int = 0) -> Any:
     """Hook `output`: `callback` runs in backward when the gradient of a tensor in it is available, once for each
-    tensor. `since`: `next_node_number()` when the forward began that has made `output`."""
+    tensor. `since`: `next_node_number()` at the beginning of the forward that made `output`."""
     if transforms_are_active() or forward_level() >= 0:
         return hooks.implementation(hooks.levels, "begin", "torch.func")(callback, output)
     if isinstance(output, torch.Tensor):
         tensors = [output]
     else:
         tensors, inner = tensors_within(output)
-        # An object such as a cache is passed from unit to unit, and keeps tensors of the units before.
+        # An object such as a cache is passed from unit to unit, and also holds tensors of earlier units.
         tensors += [each for each in inner if each.grad_fn is not None and number_of_node(each.grad_fn) >= since]
     for tensor in filter(_needs_grad, tensors):
         # A parameter that is returned unchanged has no backward of its own, and would keep the hook forever.
@@ -92,14 +92,14 @@ def on_backward_begin(callback: Callback, output: Any, since: int = 0) -> Any:
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
             if node is not None and number_of_node(node) >= since:
-                # Changing a view in place gives it a new node, and the hook stays on the old one; the base's node
-                # remains in the graph. A view of an input, such as an input that is returned as it is, has a base from
-                # before the forward, whose backward comes when that of this unit is over.
+                # An in-place change gives a view a new node, and the hook stays on the old one; the base's node remains
+                # in the graph. A view of an input (or an input returned as it is) has a base from before the forward,
+                # whose backward comes after that of this unit.
                 node.register_prehook(callback)
     return output
 
 
 def cast_floating(dtype: torch.dtype, value: Any, name: str) -> Any:
-    """`value` with its floating-point tensors in `dtype`; `name` is the name of the profiler's range."""
+    """`value` with its floating-point tensors cast to `dtype`; `name` is that of the profiler range."""
     with profiler_range(name):
         return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)

@@ -4,7 +4,7 @@
 
     pre_backward       hook on the outputs' gradients      unshard, wait, prefetch
     gradients_ready    hook on a group's last gradient     its reduction starts
-    post_backward      end of the unit's backward          reshard, reduce what was not
+    post_backward      end of the unit's backward          reshard, reduce the remaining gradients
     finish_backward    end of the whole backward           the same for what is left
 """
 
@@ -23,12 +23,12 @@ from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.state import Stage, Stays
 
 Unit: TypeAlias = Any  # `runtime.unit.Unit`: that module is above this one
-# How often the unsharded parameters of a group were dropped.
+# How often a group's unsharded parameters were dropped.
 conversions_of: Callable[[Bucket], int] = attrgetter("conversions")
 
 
 def alive(weak_units: "Sequence[ref[Unit]]") -> list[Unit]:
-    """The units of a list that are alive and have a place in the order."""
+    """The units of a list that are alive and take part in the order."""
     return [unit for weak in weak_units if (unit := weak()) is not None and unit.in_order]
 
 
@@ -38,12 +38,12 @@ def pre_backward(
     """Hook on the outputs' gradients.
 
     Args:
-        notes: `Step.notes` of the forward; None if the unit has no place in the order.
-        before: the unit that ran just before this one in forward, which is prefetched without an explicit list.
-        conversions: those of its groups in forward; None in a backward through the unit's own backward.
+        notes: `Step.notes` of the forward; None if the unit takes no part in the order.
+        before: the unit that ran just before this one in forward; prefetched if there is no explicit list.
+        conversions: `conversions` of its groups in forward; None in a backward through the unit's own backward.
 
     Raises:
-        OrderError: parameters were converted since the forward, or stepped in this backward.
+        OrderError: parameters were converted since the forward, or were already stepped in this backward.
     """
     with profiler_range("FSDP::pre_backward", unit.fqn) if profiler_is_on() else NOTHING, outside_transforms():
         step, state = unit.step, unit.state
@@ -86,8 +86,8 @@ def pre_backward(
 
 
 def reached(weak: "ref[Unit]") -> None:
-    """A gradient has arrived, by no output of the unit: of a tensor that a module has kept, or of a loss outside of the
-    forward that reads a parameter. The end of backward reduces it."""
+    """A gradient has arrived that did not pass through an output of the unit: through a tensor that a module has kept,
+    or from a loss outside of the forward that reads a parameter. It is reduced at the end of backward."""
     unit = weak()
     if unit is not None:
         unit.ready_step().expect_end_of_backward()
@@ -95,8 +95,8 @@ def reached(weak: "ref[Unit]") -> None:
 
 def gradients_ready(weak: "ref[Unit]", index: int) -> None:
     """All trainable parameters of a group have a gradient, so their reduction can start before the unit's backward
-    ends. If other ranks may lack some gradients, all ranks start it at the end of backward instead. Parameters that are
-    used as they are cannot be stepped before the unit's backward ends. (`pre_backward` or `reached` was called.)"""
+    ends. If other ranks may lack some gradients, all ranks start it at the end of backward instead. A reduction that
+    steps parameters used in place waits for the end of the unit's backward. (`pre_backward` or `reached` ran first.)"""
     unit = weak()
     if unit is None:
         return
@@ -120,7 +120,7 @@ def _reduce(unit: Unit, group: Bucket, settings: UnitSettings, at_end: bool = Fa
 
 
 def post_backward(unit: Unit) -> None:
-    """The unit's backward has ended, at least for now: reshard, and reduce the remaining gradients."""
+    """The unit's backward has ended, perhaps to be entered again: reshard, and reduce the remaining gradients."""
     emit("post_backward", unit.fqn)
     unit.state.stage = Stage.DONE
     settings = unit.state.settings
@@ -134,14 +134,14 @@ def post_backward(unit: Unit) -> None:
 
 
 def finish_backward(unit: Unit, is_last: bool) -> None:
-    """The backward pass is over: reduce and reshard what is left. Unless it `is_last` of the step, parameters that were
-    prefetched but not used stay for the next one."""
+    """The backward pass is over: reduce and reshard what is left. If it is not the last of the step, parameters that
+    were prefetched but not used stay unsharded for the next one."""
     state, settings = unit.state, unit.state.settings
     if state.stage is Stage.FORWARD and state.calls:
-        return  # a backward within its forward, the rest of which needs its parameters
+        return  # a backward within the unit's forward, the rest of which needs the parameters
     if state.stage is Stage.BACKWARD:
         post_backward(unit)
-    elif state.stage is Stage.IDLE:  # may be unsharded by hand, for a loss outside of the forward
+    elif state.stage is Stage.IDLE:  # the user may have unsharded it, for a loss outside of the forward
         for group in (*unit.groups, *unit.borrowed):
             group.adopt_changes()
     if settings.reshard_after_backward and is_last:

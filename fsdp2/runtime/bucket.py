@@ -53,17 +53,17 @@ class Bucket:
     Args:
         params: at least one.
         on_ready: called in backward when the last trainable parameter's gradient has been accumulated.
-        on_unannounced: called for each gradient of a backward that reached the unit by none of its outputs.
+        on_unannounced: called for each gradient of a backward that did not pass through the unit's outputs.
 
     Attributes:
         smaller: the smaller mesh to reshard to after forward, if any.
         users: ids of the units that use the unsharded parameters; more than one if weights are tied across units.
-        keep: what it keeps when it reshards, a key of `hooks.keeps`; False for nothing.
-        changing: each makes the current stream wait for what changes shards in the background (an offloaded step), and
-            forgets itself. Called with whether the all-gather stream waits. Groups with the same shards may share it.
-        source: the memory of the unsharded parameters and what fills it.
-        conversions: how often the unsharded parameters were dropped, because the sharded ones are others.
-        seen: the sharded parameters, as they were when the step began.
+        keep: what to keep at reshard, a key of `hooks.keeps`; False for nothing.
+        changing: functions that make the current stream wait for a background change of the shards (an offloaded step),
+            and remove themselves; called with whether this is the all-gather stream. Groups with equal shards share it.
+        source: the memory of the unsharded parameters, and how it is filled.
+        conversions: how often the unsharded parameters were dropped because the sharded ones were replaced.
+        seen: the sharded parameters as they were when the step began.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Bucket:
     # --- shard -> unshard -> reshard ---------------------------------------------------------------------------------
 
     def unshard(self, memory: ReleasedMemory, prefetching: bool = False) -> None:
-        """Issue the all-gather, unless it is already issued. Collective over the shard group (after
-        a reshard to a smaller mesh, over that). The parameters may be used after `wait_for_unshard`."""
+        """Issue the all-gather, unless it was issued already. Collective over the shard group (after a reshard to a
+        smaller mesh, over that). The parameters may be used after `wait_for_unshard`."""
         if self.phase is Phase.GATHERING or self.phase is Phase.UNSHARDED:
             return
         emit("unshard", self.channel.fqn)
@@ -107,7 +107,7 @@ class Bucket:
         with named, streams.gathering():
             # Unsharded storage and packed buffer are allocated, filled and freed on this stream. Compute reads the
             # unsharded storage after the event recorded below; `memory` keeps it until this stream has waited for the
-            # end of that use. The packed buffer is used on this stream alone.
+            # end of that use. The packed buffer is used only on this stream.
             streams.wait(used)
             for wait in tuple(self.changing):
                 wait(True)
@@ -120,12 +120,12 @@ class Bucket:
         self._under_way, self.phase = finish, Phase.GATHERING
 
     def settle(self) -> None:
-        """Before the shards are read or changed: wait for what changes them in the background."""
+        """Wait for background changes of the shards, before they are read or changed."""
         for wait in tuple(self.changing):
             wait(False)
 
     def wait_for_unshard(self) -> None:
-        """Make the unsharded parameters usable, and make the module hold them."""
+        """Make the unsharded parameters usable, and put them into the modules."""
         if self.phase is Phase.GATHERING:
             self._finish_gathering()
         if self.roles.shard_axis is None:
@@ -140,7 +140,7 @@ class Bucket:
                 under_way()
             if self.source.keeps:
                 self.source.arrived(self)
-            for index, tensor in self.seen.slots.replaced():  # they would be ignored
+            for index, tensor in self.seen.slots.replaced():  # these tensors would be ignored
                 check_stand_in(self.params[index], tensor)
         except BaseException:
             # Do not wait again. Keep the memory: a failed collective may still write to it.
@@ -156,7 +156,7 @@ class Bucket:
         self.seen.slots.put(self.gradients.unsharded)
 
     def reshard(self, memory: ReleasedMemory, stays: Stays = Stays.NOTHING) -> None:
-        """Free the unsharded parameters, and what was kept of them, but for what `stays`.
+        """Free the unsharded parameters and any kept values, except for what `stays`.
 
         Raises:
             OrderError: an unsharded parameter was changed in place, and `adopt_changes` was not called.
@@ -183,7 +183,7 @@ class Bucket:
         self.phase = Phase.PART if keeps_part else Phase.SHARDED
 
     def clear(self, memory: ReleasedMemory, to_change: bool) -> None:
-        """Reshard, because somebody looks at the sharded parameters, or (`to_change`) changes them."""
+        """Reshard, because the sharded parameters are about to be read or (`to_change`) changed."""
         self.settle()
         is_converted = self.phase is Phase.UNSHARDED and any(self.changes.converted())
         self.adopt_changes()
@@ -196,8 +196,8 @@ class Bucket:
     # --- between steps -----------------------------------------------------------------------------------------------
 
     def look(self, memory: ReleasedMemory) -> bool:
-        """Before a step: follow what was done to the parameters since the last one.
-        Returns whether unsharded parameters are from before a change of the sharded ones.
+        """Before a step: adopt what was done to the parameters since the last one. Returns whether the unsharded
+        parameters are stale: gathered before a change of the sharded ones.
 
         Raises:
             OrderError: unsharded parameters were moved or converted.
@@ -232,13 +232,13 @@ class Bucket:
 
     @property
     def is_stale(self) -> bool:
-        """Whether there are unsharded parameters, or parts of them, from before a change of the sharded ones."""
+        """Whether unsharded parameters, or parts of them, were gathered before a change of the sharded ones."""
         is_same = self.phase is Phase.SHARDED or self.seen.versions == self.seen.now()
         return not (is_same or all(param.aliases for param in self.params))
 
     def adopt_changes(self) -> None:
-        """Outside of forward and backward: copy changes of unsharded parameters into the shards, each rank its rows,
-        and freeze the sharded ones of those that were frozen.
+        """Outside of forward and backward: copy changes of unsharded parameters into the shards (each rank its rows),
+        and freeze or unfreeze the sharded parameters accordingly.
 
         Raises:
             OrderError: the shards were changed too.
@@ -266,7 +266,7 @@ class Bucket:
         return is_changed
 
     def _drop_unsharded(self) -> None:
-        """The next unshard makes others: a gradient of these that a graph holds would be lost or too late."""
+        """The next unshard makes new ones. A backward through the current ones raises: the gradient would be lost."""
         for param in self.params:
             if param.unsharded is not None and param.unsharded.requires_grad:
                 get_gradient_edge(param.unsharded).node.register_prehook(partial(_refuse_gradient, param.fqn))
@@ -276,12 +276,12 @@ class Bucket:
         self.gradients.forget_unsharded()
 
     def lay_together(self) -> None:
-        """Place shards that were moved. Only while sharded, after `refresh`."""
+        """Place moved shards next to each other. Only while sharded, after `refresh`."""
         if any(place(self.params) for place in hooks.shards_made):
             self.refresh()
 
     def channel_changed(self) -> None:
-        """The channel has another `Comm`: forget what was planned for the previous one."""
+        """The channel has a new `Comm`: drop what was planned for the previous one."""
         self.gradients.forget_plans()
         self.source.forget_plans()
 

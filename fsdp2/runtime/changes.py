@@ -1,7 +1,7 @@
-"""What users do to parameters between steps. Layer: runtime, below the bucket.
+"""Detects what users do to parameters between steps. Layer: runtime, below the bucket.
 
-`Seen` knows how the sharded parameters were when a step began. `Changes` finds changes in
-place of unsharded ones, which have version counters of their own, that a gather does not touch.
+`Seen` records the sharded parameters as they were when a step began. `Changes` finds in-place changes of unsharded
+ones, by their version counters, which a gather does not touch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,17 +25,17 @@ grad_dtype_of: Callable[[torch.Tensor], torch.dtype | None] = attrgetter("grad_d
 
 
 class Seen:
-    """The sharded parameters of a group, as they were at the last look.
+    """The sharded parameters of a group as they were at the last look.
 
     Attributes:
-        sharded: they themselves.
-        at_rest: what the modules hold while they are sharded.
+        sharded: the sharded parameters.
+        at_rest: what the modules hold while the group is sharded.
         flats: this rank's rows of each, 1-D, without padding.
-        ids: which their local tensors are.
-        versions: those of the DTensors. All ranks run the same operators on these, while local tensors may change on
+        ids: the ids of their local tensors.
+        versions: the versions of the DTensors. All ranks run the same operators on these. Local tensors may change on
             some ranks only, and a gather that only some ranks issue would hang.
-        known: what `look` found.
-        grad_dtypes: theirs.
+        known: the result of `look` at that time.
+        grad_dtypes: their `grad_dtype`.
         slots: where the modules hold the parameters.
     """
 
@@ -46,34 +46,34 @@ class Seen:
         self.slots = SlotTable(params)
         self.flats = [param.flat[: param.geometry.local_numel] for param in params]
         self._plain = [flat for flat in self.flats if not is_wrapper(flat)]
-        self._locals = list(map(local_of, self.sharded))  # kept alive, so that ids tell them apart
+        self._locals = list(map(local_of, self.sharded))  # kept alive, so that their ids are not reused
         self.ids = list(map(id, self._locals))
         self.known = self.look()
         self.grad_dtypes = list(map(grad_dtype_of, self.sharded))
         self.versions = self.now()
 
     def look(self) -> list[Any]:
-        """What is `known` while nothing is moved, converted or assigned: the storages, the local tensors, and the
-        addresses (`share_memory_` changes them)."""
+        """Storages, local tensors and addresses (`share_memory_` changes these). Equal to `known` until something is
+        moved, converted or assigned."""
         addresses = map(torch.Tensor.data_ptr, self._plain)
         local_tensors = map(id, map(local_of, self.sharded))
         return [*map(storage_id, self.sharded), *local_tensors, *addresses]
 
     def now(self) -> list[int]:
-        """The versions of now."""
+        """The current versions."""
         try:
             return list(map(version, self.sharded))
-        except RuntimeError:  # made in inference mode: such tensors count no changes
+        except RuntimeError:  # tensors made in inference mode have no versions
             return []
 
     def is_converted(self) -> bool:
-        """Whether a module that is no unit was converted by itself (`model.head.float()`): its parameters have other
-        local tensors, and nobody has told the unit."""
+        """Whether a submodule that is not a unit was converted by itself (`model.head.float()`). Then its parameters
+        have new local tensors, and the unit was not notified."""
         return not all(map(is_, map(local_of, self.sharded), self._locals))
 
     def warn_of_assigned_data(self) -> None:
-        """Warn after ``param.data = ...``, which changes nothing that a gather reads. (No error: transformers pads
-        biases in this way, mostly by nothing.)"""
+        """Warn after ``param.data = ...``, which changes nothing that a gather reads. (Not an error: transformers
+        assigns padded biases, usually with a padding of zero.)"""
         pairs = zip(self._params, map(storage_id, self.sharded), self.known, strict=False)
         fqn = next((param.fqn for param, new, before in pairs if new != before), None)
         if fqn is not None and not self.is_converted():
@@ -85,20 +85,20 @@ class Seen:
 
 
 class Changes:
-    """Changes in place of a group's unsharded parameters.
+    """In-place changes of a group's unsharded parameters.
 
     Attributes:
-        versions: when they last had the values of the shards.
+        versions: their versions when they last had the values of the shards.
     """
 
     def __init__(self, params: Sequence[ManagedParameter], gradients: Gradients):
         self._params = params
         self._gradients = gradients
         self.versions: list[int] = []
-        self._used_at: list[int] | None = None  # of shards that are used in place, when forward used them
+        self._used_at: list[int] | None = None  # versions of shards used in place, when forward used them
 
     def forget(self) -> None:
-        """They have the values of the shards, or count as if they had."""
+        """From now on, treat them as equal to the shards."""
         self.versions = list(map(version, self._gradients.unsharded))
 
     def found(self) -> list[ManagedParameter]:
@@ -122,7 +122,7 @@ class Changes:
         """Copy the changes of these parameters into their shards.
 
         Raises:
-            OrderError: the shards were changed too (`is_stale`), or something other is gathered than the shards.
+            OrderError: the shards were changed too (`is_stale`), or hooks gather something else than the shards.
         """
         if is_stale:
             raise OrderError(
@@ -137,12 +137,12 @@ class Changes:
         self.forget()
 
     def converted(self) -> Iterator[ManagedParameter]:
-        """The parameters that are in other memory than gathers fill."""
+        """The parameters that are no longer in the memory that gathers fill."""
         return filter(_is_elsewhere, self._params)
 
     def check_unconverted(self) -> None:
-        """Raise if trainable parameters were converted while they were unsharded. (Of frozen ones some modules change
-        the dtype in each forward.)"""
+        """Raise if trainable parameters were converted while they were unsharded. (Frozen ones are ignored: some
+        modules change their dtype in each forward.)"""
         for param in self.converted():
             if param.sharded.requires_grad:
                 raise OrderError(
@@ -151,9 +151,8 @@ class Changes:
                 )
 
     def check_use(self, fqn: str) -> None:
-        """Parameters that nothing shards, casts or moves are used where they are. Then changing them between forward
-        and backward makes gradients wrong, and autograd, which raises for a plain model, does not see it: raise in its
-        place."""
+        """Replicated parameters without a cast or move are used in place. Changing them between forward and backward
+        makes gradients wrong. For a plain model autograd raises; here it does not see the change, so raise instead."""
         versions = [version(param.sharded) for param in self._params if param.aliases]
         if not backward_is_running():
             self._used_at = versions
@@ -164,7 +163,7 @@ class Changes:
             )
 
     def forget_use(self) -> None:
-        """The forwards so far will have no backward."""
+        """No backward of the forwards so far will follow."""
         self._used_at = None
 
 
@@ -177,8 +176,8 @@ def _is_elsewhere(param: ManagedParameter) -> bool:
 
 
 def check_stand_in(param: ManagedParameter, found: torch.Tensor | None) -> None:
-    """Raise if `found`, which a module holds in place of `param` and which `param` will replace, may have other values
-    or requires a gradient."""
+    """`param` is about to replace `found`, which a module holds in its place. Raise if `found` may have other values or
+    requires a gradient."""
     if found is not None and param.is_among({id(found)}):
         return
     local = local_tensor(found) if isinstance(found, DTensor) and not found.requires_grad else None

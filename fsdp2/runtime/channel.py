@@ -1,4 +1,4 @@
-"""`Channel`: the process groups and the `Comm` through which a group's parameters are communicated. Layer: runtime."""
+"""`Channel`: the process groups and the `Comm` that a bucket communicates with. Layer: runtime."""
 
 import torch
 import torch.distributed as dist
@@ -10,13 +10,13 @@ from fsdp2.runtime import hooks
 
 
 class Channel:
-    """How a bucket communicates; some setters change it, and then call `Bucket.channel_changed`.
+    """How a bucket communicates. Setters that change it call `Bucket.channel_changed` afterwards.
 
     Attributes:
         fqn: the unit's FQN, relative to the root once there is one.
         roles: mesh and axes.
         base: the backend's `Comm`.
-        comm: `base`, or what features have put around it.
+        comm: `base`, or a feature's wrapper around it.
         scatter_group: the process group of the shard axis that reduce-scatters use; None without a shard axis.
     """
 
@@ -32,11 +32,11 @@ class Channel:
         self.scatter_group: dist.ProcessGroup | None = roles.shard_group
 
     def comm_over(self, axis: Axis) -> Comm:
-        """The `Comm` for `axis`; for the replicate axis always the backend's own."""
+        """The `Comm` for `axis`; for the replicate axis always `base`."""
         return self.base if axis.group is self.roles.replicate_group else self.comm
 
     def what(
         self, kind: str, group: dist.ProcessGroup, numel: int = 0, nbytes: int = 0, dtype: torch.dtype | None = None
     ) -> What:
-        """A collective of this unit over `group`."""
+        """The description of a collective of this unit over `group`."""
         return What(kind, self.fqn, numel, nbytes, dtype, group, self.roles.device)

@@ -2,11 +2,11 @@
 
 ::
 
-    pre_forward    unshard, wait, prefetch, cast inputs; the end of backward is put into the graph
+    pre_forward    unshard, wait, prefetch, cast inputs, add the node that ends the unit's backward
     post_forward   cast outputs, hook their backward, reshard
 
 Both are plain functions that find the unit through the module, so the hooks of a copied module use the copied unit.
-What a unit does runs outside of the transforms of `torch.func`, and what changes inputs and outputs within them.
+Under transforms of `torch.func`, only changes of inputs and outputs run within the transforms.
 """
 
 import sys
@@ -32,7 +32,7 @@ _Kwargs = dict[str, Any]
 
 
 def attach(module: nn.Module, unit: Unit) -> None:
-    """Let the forward of `module` drive `unit`."""
+    """Register the hooks that drive `unit` on the forward of `module`."""
     module.__dict__["_fsdp2_unit"] = unit
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward, always_call=True)  # also if the forward raises
@@ -40,8 +40,8 @@ def attach(module: nn.Module, unit: Unit) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def pre_forward(module: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
-    """The forward pre-hook of a sharded module. A call within another one of the unit, or by a checkpoint in the unit's
-    own backward, only makes sure that the parameters are there."""
+    """The forward pre-hook of a sharded module. For a call nested in another call of the unit, or a recomputation in
+    the unit's own backward, it only makes sure that the parameters are available."""
     unit: Unit = module.__dict__["_fsdp2_unit"]
     state, step = unit.state, unit.step
     if state.calls and not is_running(unit, 2):
@@ -99,8 +99,8 @@ def _begin_root(unit: Unit, step: Step, args: _Args, kwargs: _Kwargs) -> tuple[_
 
 
 def _begin(unit: Unit, step: Step) -> None:
-    """The first module of the unit runs. Units that a checkpoint recomputed are resharded, but for the last, and all
-    other memory is freed: at most two units are alive."""
+    """The first module of the unit runs. Reshards the units that a checkpoint recomputed, except the last one, and
+    frees all released memory, so that at most two units are unsharded."""
     if step.recomputed and unit.in_order:
         for other in alive(step.recomputed[:-1]):
             if other.state.stage is Stage.IDLE:
@@ -122,8 +122,8 @@ def _begin(unit: Unit, step: Step) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def post_forward(module: nn.Module, args: _Args, output: Any) -> Any:
-    """The forward hook of a sharded module. What a forward that raised leaves is cleared when the next one begins, or
-    the root's ends: the unit's stage says so until then."""
+    """The forward hook of a sharded module. After a forward that raised, the unit stays in `Stage.FORWARD` until the
+    next forward begins or the root's ends, which clean up."""
     unit: Unit = module.__dict__["_fsdp2_unit"]
     step, state = unit.step, unit.state
     if sys.exception() is not (state.calls.pop() if state.calls else None):  # it raised
@@ -155,8 +155,8 @@ def post_forward(module: nn.Module, args: _Args, output: Any) -> Any:
 
 
 def _hook_backward(unit: Unit, step: Step, output: Any) -> Any:
-    """Let `pre_backward` run before the backward of `output`. A forward outside of the root's (a unit called alone, a
-    recomputation) has no place in an order: what ran before it is unrelated to its backward."""
+    """Run `pre_backward` before the backward of `output`. A forward outside of the root's (a unit called alone, a
+    recomputation) takes no part in the order: the unit that ran before it is unrelated to its backward."""
     notes, before = None, None
     if unit.groups if unit.role is None else unit.role.in_order:
         notes = step.notes

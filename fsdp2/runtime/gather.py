@@ -27,13 +27,13 @@ _Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 class Gather:
-    """The all-gather of several tensors over one axis of a mesh. To be created outside of inference mode, while `fulls`
+    """The all-gather of several tensors over one axis of a mesh. Create it outside of inference mode, while `fulls`
     have storage.
 
     Args:
         layouts: how each tensor is split over `axis.size` ranks.
-        fulls: the tensors to fill, of the layouts' shapes: not the parameters but other tensors on the same memory, so
-            that autograd does not see filling as a modification.
+        fulls: the tensors to fill, of the layouts' shapes: not the parameters, but other tensors on the same memory, so
+            that autograd does not see a modification.
     """
 
     def __init__(self, layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor], axis: Axis, channel: Channel):
@@ -62,7 +62,7 @@ class Gather:
         # One call per dtype: a call with several dtypes wrote garbage on CUDA until
         # https://github.com/pytorch/pytorch/pull/173531.
         self._by_dtype = [[i for i, dtype in enumerate(dtypes) if dtype == each] for each in dict.fromkeys(dtypes)]
-        self._known: tuple[Sequence[torch.Tensor], list[_Copies]] | None = None  # the last shards, and how they go in
+        self._known: tuple[Sequence[torch.Tensor], list[_Copies]] | None = None  # the last shards, and their copies
         numel = axis.size * sum(layout.padded_numel for layout in layouts)
         nbytes = sum(operand.full.nbytes for operand in self.operands)
         self._travels = numel, nbytes, dtypes[0] if len(self._by_dtype) == 1 else None
@@ -84,7 +84,7 @@ class Gather:
         }
         for index, offset in zip(indices, offsets, strict=True):
             layout, full = layouts[index], fulls[index]
-            columns = views[full.dtype]  # one view for all tensors of a dtype, whose parts are contiguous
+            columns = views[full.dtype]  # slices of one view per dtype; each is contiguous
             start = offset // full.itemsize
             self._own[index] = columns[rank, start : start + layout.local_numel(rank)]
             for source, destination in interleave(columns, start, full, layout):
@@ -103,9 +103,9 @@ class Gather:
         out of the packed buffer; call it on the same stream.
 
         Args:
-            stay: the same list has the same shards in the next call.
-            storage: the memory of the tensors to fill. If all are packed, it is allocated once the collective has
-                finished, otherwise before.
+            stay: the next call will pass the same list with the same shards.
+            storage: the memory of the tensors to fill. If all are packed, it is allocated after the collective,
+                otherwise before.
         """
         if not self._is_packed:
             storage.alloc()
@@ -117,7 +117,7 @@ class Gather:
         if not self.operands:
             return partial(self._finish, storage, None, None)
         collective = self._collective
-        if collective is None or collective.what.fqn is not self._channel.fqn:  # it names the unit
+        if collective is None or collective.what.fqn is not self._channel.fqn:  # the unit's FQN has changed
             what = self._channel.what("all_gather", self._axis.group, *self._travels)
             collective = self._collective = wrapped(self._comm.plan_all_gather(self.operands, what))
         return partial(self._finish, storage, collective, collective.start())
@@ -136,6 +136,6 @@ class Gather:
         if self._packed is not None:
             if self._is_packed:
                 storage.alloc()
-            if self._unpack_to:  # not of empty parameters
+            if self._unpack_to:  # empty if all parameters are
                 copy_lists(self._unpack_to, self._unpack_from)
             self._packed.resize_(0)

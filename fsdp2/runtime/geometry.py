@@ -13,7 +13,7 @@ from fsdp2.mesh import MeshRoles
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a local tensor is of a subclass, whose memory only its own operators may access."""
+    """Whether a local tensor is of a subclass: only its own operators may access its memory."""
     return type(tensor) not in (torch.Tensor, nn.Parameter)
 
 
@@ -23,7 +23,7 @@ class Geometry:
     Attributes:
         layout: how it is split over the shard axis, dims in memory order. A scalar has shape ``(1,)``.
         outer: with sharded replicas, how this rank's piece is split again; otherwise None.
-        local: the layout of the sharded parameter, and the index of this rank's piece in it, of `local_numel` elements.
+        local: the layout of the sharded parameter, and the index in it of this rank's piece (`local_numel` elements).
         as_is: the user's dims are already in memory order.
     """
 
@@ -58,8 +58,8 @@ class Geometry:
         return tensor.permute(self._back) if self._order else tensor.view(())
 
     def local_view(self, flat: torch.Tensor, offset: int = 0) -> torch.Tensor:
-        """The local piece with the user's dims; it starts at element `offset` in the storage of `flat` (1-D). One call
-        instead of three (slice, view, permute), because it runs for each gradient in each step."""
+        """The local piece with the user's dims, from element `offset` in the storage of `flat` (1-D). One call instead
+        of three (slice, view, permute), because it runs for each gradient in each step."""
         shape, stride = self.view
         return flat.as_strided(shape, stride, offset)
 

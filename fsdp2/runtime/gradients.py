@@ -1,19 +1,19 @@
 """`Gradients`: detects when a group's gradients are complete, and takes them for reduction. Layer: runtime, below the
 bucket.
 
-Where a gradient is, and what moves it on::
+The path of a gradient::
 
     unsharded.grad  --take-->  Reduction  --sink-->  sharded.grad      whole, in the reduce dtype; this rank's rows
                                    |  ^
                                    v  |  with HSDP, between two all-reduces: this rank's rows, in the reduce dtype
                                  partials
 
-Autograd adds to `unsharded.grad`, and then runs a hook of ours. The reduction starts when no hook is missing. Our hook
-is a parameter's last one, because it takes the gradient, which the model's own hooks may change.
+Autograd adds to `unsharded.grad`, and then runs our hook. The reduction starts when all hooks have run. Our hook is a
+parameter's last one: it takes the gradient, and the model's own hooks may change the gradient before.
 
 A custom backward may write a gradient without running the hook, so `take` takes all gradients that exist. It may also
 run further backwards inside itself, for instance one per tile of a sequence. A gradient does not show which of them is
-the last, so gradients from a backward nested in the unit's own wait for the end of the unit's.
+the last, so gradients from a backward nested in the unit's own backward wait for the end of the latter.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ class Gradients:
     """The gradients of one group's parameters.
 
     Args:
-        on_ready: called in backward when all trainable parameters have received a gradient since the last were taken.
+        on_ready: called in backward when all trainable parameters have received a gradient since the last `take`.
         on_unannounced: called for each gradient that arrives without `begin_backward`.
 
     Attributes:
@@ -69,13 +69,13 @@ class Gradients:
         self.trainable: list[bool] = []
         self.partials: Partials = {}
         self.were_taken = False
-        self._missing: set[int] = set()  # trainable parameters that got no gradient since the last were taken
+        self._missing: set[int] = set()  # trainable parameters without a gradient since the last `take`
         self._wait = False  # gradients of earlier backwards wait in the unsharded parameters
-        self._backward: int | None = None  # the one that runs and has reached the unit
+        self._backward: int | None = None  # number of the running backward, once it has reached the unit
         self._hooks: dict[int, RemovableHandle] = {}  # of the trainable parameters
-        self._plans: dict[tuple[bytes, bytes], list[ReductionPlan]] = {}  # by which gradients and partial ones exist
+        self._plans: dict[tuple[bytes, bytes], list[ReductionPlan]] = {}  # by which gradients and partials exist
 
-    # --- who is trained ----------------------------------------------------------------------------------------------
+    # --- trainable parameters ----------------------------------------------------------------------------------------
 
     def sync_trainable(self) -> None:
         """Copy the sharded parameters' `requires_grad` to the unsharded ones, once these exist."""
@@ -86,25 +86,25 @@ class Gradients:
             self.unsharded = [param.unsharded for param in self._params if param.unsharded is not None]
             for index, (unsharded, trainable) in enumerate(zip(self.unsharded, wanted, strict=True)):
                 if unsharded.requires_grad != trainable:
-                    unsharded.requires_grad = trainable  # `requires_grad_` refuses within transforms of torch.func
+                    unsharded.requires_grad = trainable  # `requires_grad_` raises under transforms of torch.func
                 if trainable:
                     self._hook(index)
             self._missing = set(self._hooks)
 
     def follow_unsharded(self) -> None:
-        """If the user froze or unfroze an unsharded parameter, or the sharded one meanwhile, do it to the other."""
+        """If the user froze or unfroze an unsharded or a sharded parameter, do the same to the other form."""
         self.follow([param.unsharded for param in self._params])
         self.sync_trainable()
 
     def follow(self, forms: Sequence[nn.Parameter | None]) -> None:
-        """If the user froze or unfroze one of `forms`, which modules have held, do the same to the sharded one."""
+        """If the user froze or unfroze one of `forms`, which modules held, do the same to the sharded parameter."""
         if self.trainable:
             for param, form, before in zip(self._params, forms, self.trainable, strict=True):
                 if form is not None and form.requires_grad != before:
                     param.sharded.requires_grad = form.requires_grad
 
     def forget_unsharded(self) -> None:
-        """The unsharded parameters will be created again, unless they match by the next unshard."""
+        """Forget the unsharded parameters until `sync_trainable` reads them again."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks, self.trainable, self.unsharded, self._missing = {}, [], [], set()
@@ -114,15 +114,15 @@ class Gradients:
         """Drop the plans, because parameters, dtypes, names or the channel may have changed."""
         self._plans.clear()
 
-    # --- what has arrived --------------------------------------------------------------------------------------------
+    # --- arrived gradients -------------------------------------------------------------------------------------------
 
     @property
     def arrived(self) -> bool:
-        """Whether some parameter has got a gradient in this backward, since gradients were last taken."""
+        """Whether any parameter has received a gradient in this backward since the last `take`."""
         return len(self._missing) < len(self._hooks)
 
     def begin_backward(self) -> None:
-        """The unit's backward begins, in the current backward pass."""
+        """The current backward pass has reached the unit."""
         self._backward = running_backward()
         self.keep_hooks_last()
 
@@ -132,7 +132,7 @@ class Gradients:
         if self._wait:
             for param, unsharded in zip(self._params, self.unsharded, strict=True):
                 if param.sharded.grad_dtype is None and unsharded.grad is not None:
-                    unsharded.grad = unsharded.grad.to(param.reduce_dtype)  # others will be added to it
+                    unsharded.grad = unsharded.grad.to(param.reduce_dtype)  # later gradients are added in this dtype
         self._backward, self.were_taken, self._missing = None, False, set(self._hooks)
 
     def _hook(self, index: int) -> None:
@@ -145,16 +145,16 @@ class Gradients:
                 gradients._on_unannounced()
             if backward is None or backward == running_backward():
                 gradients._missing.discard(index)
-                # Our hook is not the last only if the model added one since backward began. Then the gradients are
-                # reduced at the end of the unit's backward.
+                # If the model added a hook since backward began, ours is not the last. Then the gradients are reduced
+                # at the end of the unit's backward.
                 if not gradients._missing and next(reversed((hooks_of(unsharded) or {}).values())) is hook:
                     gradients._on_ready()
 
         self._hooks[index] = self.unsharded[index].register_post_accumulate_grad_hook(hook)
 
     def keep_hooks_last(self) -> None:
-        """Move our hooks behind hooks that the model has added to unsharded parameters since forward. The order of
-        reductions stays the same even if only some ranks have added hooks."""
+        """Move our hooks behind those that the model has added to unsharded parameters since forward. The order of
+        reductions stays the same, even if only some ranks have added hooks."""
         if sum(map(len, filter(None, map(hooks_of, self.unsharded)))) != len(self._hooks):
             for index, handle in self._hooks.items():
                 handle.remove()
@@ -168,15 +168,15 @@ class Gradients:
                 param.unsharded.grad = None
         self.end_backward()
 
-    # --- what is reduced ---------------------------------------------------------------------------------------------
+    # --- taking gradients --------------------------------------------------------------------------------------------
 
     def take(self, settings: UnitSettings, at_end: bool, streams: Streams) -> list[Reduction]:
-        """Reductions, not yet started, of all existing gradients, one for each dtype of parameters. The unsharded
-        parameters have no gradients afterwards. None before the end of backward, if all gradients are of earlier
-        microbatches: the unit ran several times, and gets the sum over its uses in the backward of the first one.
+        """Take all existing gradients. Returns their reductions, not yet started, one for each dtype of parameters.
+        Before the end of backward it takes nothing if all gradients are from earlier microbatches: the unit ran several
+        times, and its gradients are complete in the backward of its first use.
 
-        `at_end`: no more gradients will arrive. Only then are those that are missing filled with zeros, if the settings
-        ask for that, and partials without new gradients reduced.
+        `at_end`: no more gradients will arrive. Only then are missing gradients filled with zeros, if the settings ask
+        for that, and partials without new gradients reduced.
         """
         fills = at_end and bool(settings.reduce_unused)
         forms: Sequence[torch.Tensor] = self.unsharded or [
@@ -211,7 +211,7 @@ class Gradients:
 
     def _plan(self, grads: Sequence[torch.Tensor | None], has_grad: bytes, has_partial: bytes) -> list[ReductionPlan]:
         """One plan for each dtype of the parameters, in their order, which is the same on every rank."""
-        if len(self._plans) >= MAX_PLANS:  # other parameters get gradients in each step
+        if len(self._plans) >= MAX_PLANS:  # different parameters get gradients in each step
             self._plans.clear()
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, (param, grad) in enumerate(zip(self._params, grads, strict=True)):

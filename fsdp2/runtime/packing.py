@@ -11,7 +11,7 @@ from fsdp2.layout import ShardLayout
 def interleave(
     packed: torch.Tensor, offset: int, full: torch.Tensor, layout: ShardLayout
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of equally shaped views, (in the packed buffer, in the whole tensor), that hold the same elements.
+    """Pairs of views of the same elements and shape: (in the packed buffer, in the whole tensor).
 
     Args:
         packed: ``[parts, segment numel]``; the chunk of rank r is in row r, from column `offset` on.
@@ -37,8 +37,8 @@ def interleave(
 
 
 class Packing:
-    """How whole tensors are laid into one buffer ``[parts, sum of padded shards]``, padding zero. All `layouts` have
-    the same number of parts.
+    """How whole tensors are packed into one buffer ``[parts, sum of padded shards]``; padding is zero. All `layouts`
+    have the same number of parts.
 
     Attributes:
         segment: the elements of a part.

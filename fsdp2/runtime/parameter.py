@@ -44,21 +44,21 @@ from fsdp2.runtime.geometry import Geometry, is_wrapper
 from fsdp2.runtime.slot import Slot, tie_again
 from fsdp2.specs import ParamSpecs
 
-# Maps original and unsharded parameters, and replaced sharded ones, to their managed parameter. Weak on both sides, so
-# that a later parameter at the same address is not mistaken for an earlier one.
+# Maps original, unsharded and replaced sharded parameters to their managed parameter. Weak on both sides, so that a
+# later parameter at the same address is not mistaken for an earlier one.
 _managed = WeakIdKeyDictionary()
 _num_replaced = 0
 
 
 def managed_by(tensor: torch.Tensor) -> "ManagedParameter | None":
-    """The managed parameter that `tensor` belongs to: its original before `fully_shard`, a sharded one that was
-    replaced since, or its unsharded form."""
+    """The managed parameter to which `tensor` belongs, as the original from before `fully_shard`, a sharded parameter
+    that was replaced since, or the unsharded form."""
     weak = _managed.get(tensor)
     return None if weak is None else weak()
 
 
 def num_replaced() -> int:
-    """How often a sharded parameter was replaced in this process. After a change other holders may hold stale ones."""
+    """How often a sharded parameter was replaced in this process. If it grew, optimizers may hold stale parameters."""
     return _num_replaced
 
 
@@ -69,11 +69,11 @@ class Plan:
     Attributes:
         roles: mesh and axes.
         specs: the specs of the DTensors.
-        dim: the dim to shard, as the user counts dims.
+        dim: the dim to shard, in the user's order of dims.
         policy: mixed precision.
         param_dtype: compute dtype of this parameter; None for the original dtype.
         offload: where the sharded parameter lives.
-        gather_dtype: what an all-gather sends in place of the compute dtype (`all_gather_dtype`).
+        gather_dtype: the dtype that an all-gather sends instead of the compute dtype (`all_gather_dtype`).
     """
 
     roles: MeshRoles
@@ -110,19 +110,19 @@ class ManagedParameter:
     """One parameter that a unit manages, under all its names.
 
     Args:
-        original: the parameter that the slots hold so far.
+        original: the parameter that the slots hold before `fully_shard`.
         data: its whole values (with tensor parallelism: its whole local tensor).
 
     Attributes:
         slots: every place that holds it.
-        fqn: relative to the unit's module; from the root's first forward on to the root.
+        fqn: relative to the unit's module; from the root's first forward on, relative to the root.
         sharded, unsharded, resharded: see the table above; the last two are None while they do not exist.
         flat: 1-D storage of the local shard, padded.
         whole: a second tensor on the memory of `unsharded`, dims in memory order, in no autograd graph.
-        writes_on_meta: how often the original was written to on the meta device, where writes leave no values.
+        writes_on_meta: how often the original was written to on the meta device, where values are not kept.
         extension: the user's hooks that change the all-gather of this parameter, if any.
-        kind: the user's class of parameter and attributes, which the unsharded one has too. (A tensor subclass that is
-            only marked as a parameter counts as a plain one, because its data keeps the class.)
+        kind: the class and attributes of the user's parameter, given to the unsharded one too. (A tensor subclass that
+            is only marked as a parameter counts as plain: its data keeps the class.)
     """
 
     def __init__(self, slots: list[Slot], fqn: str, original: nn.Parameter, data: torch.Tensor, plan: Plan):
@@ -157,8 +157,8 @@ class ManagedParameter:
         return self.geometry.layout
 
     def _padded(self, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A local shard copied to the start of new storage for a full one: the shard with the user's dims, and the
-        whole storage, flat."""
+        """Copy a local shard to the start of new storage of full size. Returns the shard with the user's dims, and the
+        flat storage."""
         home = chunk.device if chunk.is_meta else self.plan.home
         layout, _ = self.geometry.local
         if is_wrapper(chunk):
@@ -174,7 +174,7 @@ class ManagedParameter:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the original, of the sharded parameter and of the optimizer's state."""
+        """Dtype of the original, of the sharded parameter and of the optimizer's state."""
         return self.flat.dtype
 
     @property
@@ -209,7 +209,7 @@ class ManagedParameter:
 
     @property
     def at_rest(self) -> nn.Parameter | None:
-        """What the slots hold while it is sharded; None for one whose `sharded` is another parameter's."""
+        """What the slots hold while sharded; None if the parameter shares the `sharded` of another one."""
         return self.sharded
 
     def put(self, form: nn.Parameter) -> None:
@@ -231,14 +231,14 @@ class ManagedParameter:
         self.follow_grad_dtype()
         if before is not None:  # converted
             move_hooks(before, self.unsharded)
-            if before.grad is not None:  # waits to be reduced
+            if before.grad is not None:  # not yet reduced
                 self.unsharded.grad = before.grad.to(data.device, self.reduce_dtype)
         return self.unsharded
 
     def follow_grad_dtype(self) -> None:
         """Let autograd cast each gradient of `unsharded` to the reduce dtype as it arrives. This is the only copy
         between the two dtypes, and gradients of several backwards add up in the reduce dtype."""
-        form, is_any = self.unsharded, self.sharded.grad_dtype is None  # a custom backward may write one of any dtype
+        form, is_any = self.unsharded, self.sharded.grad_dtype is None  # None: a custom backward may write any dtype
         wanted = None if is_any else self.reduce_dtype
         if form is not None and self.dtype.is_floating_point and form.grad_dtype != wanted:
             grad, form.grad = form.grad, None
@@ -246,7 +246,7 @@ class ManagedParameter:
             form.grad = grad if grad is None or is_any else grad.to(self.reduce_dtype)
 
     def is_among(self, ids: set[int]) -> bool:
-        """Whether one of its forms is one of the objects with these ids."""
+        """Whether one of its forms has one of these ids."""
         return id(self.sharded) in ids or id(self.unsharded) in ids or id(self.resharded) in ids
 
     # --- following the module ----------------------------------------------------------------------------------------
@@ -258,18 +258,17 @@ class ManagedParameter:
         return self.sharded if current is None else current
 
     def refresh(self) -> bool:
-        """Adopt the tensor that the module now holds instead of `sharded`: on another device, of another dtype, another
-        parameter, or in storage without padding (after `to`, `to_empty`, `load_state_dict`). Only while sharded.
-        Returns whether anything changed.
+        """Adopt the tensor that the module now holds: another device, dtype or parameter, or storage without padding
+        (after `to`, `to_empty`, `load_state_dict`). Only while sharded. Returns whether anything changed.
 
         Raises:
             ArgumentError: the module holds something that is not this parameter sharded the same way.
         """
         slot, before = self.slots[0], self.extension
-        current = self.sharded if slot.module is None else slot.get()  # its module may be gone
+        current = self.sharded if slot.module is None else slot.get()  # the module may have been freed
         if current is self.sharded and _is_current(self, local_tensor(current)):
             tie_again(self.slots, current, partial(_check_replacement, self))
-            self.extension = extension_of(self.fqn, local_tensor(current))  # may be set on it later
+            self.extension = extension_of(self.fqn, local_tensor(current))  # users may add hooks later
             return before is not self.extension
         _check_replacement(self, current)
         assert isinstance(current, nn.Parameter)
@@ -289,8 +288,8 @@ class ManagedParameter:
         return True
 
     def _replace_sharded(self, current: nn.Parameter) -> None:
-        """The user has replaced the parameter (`load_state_dict(assign=True)`, an EMA); an optimizer may still hold the
-        previous one."""
+        """The user has replaced the parameter (`load_state_dict(assign=True)`, an EMA). An optimizer may still hold the
+        old one."""
         global _num_replaced
         _num_replaced += 1
         if self.sharded.grad_dtype != self.sharded.dtype:
@@ -301,7 +300,7 @@ class ManagedParameter:
 
 
 def extension_of(fqn: str, local: torch.Tensor) -> Any:
-    """What changes the all-gather of `local`, if anything does. Raises `MisuseError` if it cannot be used."""
+    """The object whose hooks change the all-gather of `local`, or None. Raises `MisuseError` if they are unusable."""
     return next((found for find in hooks.gather_hooks if (found := find(fqn, local)) is not None), None)
 
 
@@ -309,7 +308,7 @@ sharded_of: Callable[[ManagedParameter], nn.Parameter] = attrgetter("sharded")
 
 
 def _flat_of(local: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous shard, flat: with its padding, if a feature has made it so."""
+    """The flat memory of a contiguous shard, with padding if a feature has allocated it with padding."""
     base = base_of(local)
     is_ours = base is not None and any(made(base) for made in hooks.has_padding)
     return base if is_ours and base.data_ptr() == local.data_ptr() else local.reshape(-1)  # type: ignore[return-value, union-attr]

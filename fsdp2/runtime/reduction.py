@@ -5,9 +5,9 @@ What rank 0 of two has, for small gradients `a` and `b` and a large one `g`, eac
     gradients             [a0|a1]  [b0|b1]  [g0|g1]
     [1] packed buffer     [a0 b0|a1 b1]
     [2] flat output       [a0 b0 g0]     one reduce-scatter of two operands, the buffer and `g`
-    [3] partials          a0, b0, g0     kept with the group, views of the flat output
+    [3] partials          a0, b0, g0     kept by the group, views of the flat output
 
-`_steps` is all of it, in this order::
+`_steps` takes these steps::
 
     [1] pack       small or oddly shaped gradients are copied into one buffer; large ones are operands themselves
     [2] scatter    reduce-scatter over the shard axis, into one flat output for all parameters
@@ -16,7 +16,7 @@ What rank 0 of two has, for small gradients `a` and `b` and a large one `g`, eac
     [5] scale      what the collectives did not divide; the all-reduce hook; the sink receives the flat output
     [6] hand over  the sink sets `sharded.grad` or adds to it; hooks run
 
-It pauses (``|``) where something is to be waited for. `InFlight` decides when a reduction goes on::
+It pauses (``|``) where it must wait for something. `InFlight` decides when a reduction continues::
 
     CPU, without and with HSDP     [1] [2] | [5] [6]     [1] [2] | [3] [4] | [5] [6]
     accelerator                    [1] [2] [3] [4] [5] | [6]     enqueued on its streams; compute waits before [6]
@@ -48,15 +48,15 @@ from fsdp2.runtime.streams import Streams
 
 
 class Partial(NamedTuple):
-    """A gradient that was reduce-scattered (1-D, padded) but not yet all-reduced; the sum over the replicas still has
-    to be divided by `divisor`."""
+    """A gradient that was reduce-scattered (1-D, padded) but not yet all-reduced. The sum over the replicas must still
+    be divided by `divisor`."""
 
     flat: torch.Tensor
     divisor: float
 
     def over(self, divisor: float) -> torch.Tensor:
-        """Rescaled so that it still has to be divided by `divisor`. The divide factor that was set when a gradient was
-        reduce-scattered applies to that gradient, even if the factor has changed since."""
+        """Rescaled to another `divisor`. A gradient keeps the divide factor that was set when it was reduce-scattered,
+        even if the factor has changed since."""
         return self.flat if divisor == self.divisor else self.flat * (divisor / self.divisor)
 
 
@@ -69,18 +69,18 @@ class ReductionPlan:
     """What all reductions of the same gradients of a group have in common.
 
     Args:
-        params, has_grad: those of the group.
-        members: indices of those that take part, of one dtype; each has a gradient, or a partial one.
+        params, has_grad: the group's parameters, and which have a gradient.
+        members: indices of the parameters that take part, all of one dtype; each has a gradient or a partial one.
 
     Attributes:
-        params: those that take part, in the order of the flat output: packed, direct, without a gradient.
-        sources: the indices of those with a gradient.
-        sizes, numel: the elements of each in the flat output, padded; of all.
-        scattered: how many of these, the first ones, are of gradients.
-        packing, direct: of the packed ones; position and part of the flat output of each direct one.
-        zeros: the parts that nothing fills.
-        dtype: in which gradients are summed.
-        is_plain, casts: gradients are plain tensors, dims in memory order; some may have another dtype.
+        params: the parameters that take part, in the order of the flat output: packed, direct, without a gradient.
+        sources: the indices of the parameters with a gradient.
+        sizes, numel: each parameter's elements in the flat output, padded; and the total.
+        scattered: the number of elements that come from gradients; they are first.
+        packing, direct: how the packed gradients are laid out; index and part of the flat output of each direct one.
+        zeros: the parts of the flat output that no collective fills.
+        dtype: dtype of the sums.
+        is_plain, casts: all gradients are plain tensors, dims in memory order; some may have another dtype.
     """
 
     sink_type: type[Sink] = Sink
@@ -107,14 +107,14 @@ class ReductionPlan:
         self.casts = any(form is None or form.grad_dtype != self.dtype for form in forms)
         self.is_plain = all(each.geometry.as_is and each.plan.specs.inner_mesh is None for each in self.params)
         self.sink = self.sink_type(self.params)
-        self._planned: dict[tuple[str, bool], Collective] = {}  # by what they do, and whether they average
+        self._planned: dict[tuple[str, bool], Collective] = {}  # by kind, and whether they average
 
     def what(self, kind: str, group: dist.ProcessGroup, numel: int) -> What:
-        """A collective of `numel` elements."""
+        """The description of a collective of `numel` elements."""
         return self.channel.what(kind, group, numel, numel * self.dtype.itemsize, self.dtype)
 
     def scatter(self, grads: Tensors, average: bool, streams: Streams) -> tuple[torch.Tensor, Tensors, Wait | None]:
-        """[1] [2] Start the reduce-scatter. Returns the flat output, what is sent, and the wait that is left."""
+        """[1] [2] Start the reduce-scatter. Returns the flat output, the tensors sent, and the remaining wait."""
         flat = torch.empty(self.numel, dtype=self.dtype, device=self.channel.roles.device)
         for part in self.zeros:
             flat[part].zero_()  # the all-reduce and its hook read it
@@ -145,8 +145,8 @@ class ReductionPlan:
     def over_replicas(
         self, flat: torch.Tensor, average: bool, streams: Streams, _kept: Tensors
     ) -> tuple[torch.Tensor, Wait | None]:
-        """[4] Start the sum of the flat output over the replicas. Returns the sum, and the wait that is left. The last
-        argument gets what must stay alive until the compute stream has waited."""
+        """[4] Start the sum of the flat output over the replicas. Returns the sum, and the remaining wait. Tensors that
+        must stay alive until the compute stream has waited are appended to the last argument."""
         if (collective := self._planned.get(("replicas", average))) is None:
             what = self.what("all_reduce", self.channel.roles.replicate.group, self.numel)
             collective = self._planned["replicas", average] = wrapped(self.channel.base.plan_all_reduce(what, average))
@@ -157,8 +157,8 @@ class Reduction:
     """One reduction in flight.
 
     Args:
-        grads: of the `sources` of `plan`, in its order; whole, dims in memory order.
-        partials: with a replicate axis, what earlier backwards left for this all-reduce; or what this one adds to.
+        grads: the gradients of `plan.sources`, in that order; whole, dims in memory order.
+        partials: with a replicate axis, partial gradients of earlier backwards, to be all-reduced or added to.
 
     Gradients are only read: the tensor in `.grad` may share its memory with a gradient that autograd still uses.
 
@@ -176,7 +176,7 @@ class Reduction:
         self._run = _steps(plan, grads, partials, settings, streams)
 
     def advance(self) -> bool:
-        """Wait for what the last step has started, and take the next one. Returns whether steps are left."""
+        """Wait for what the last step has started, and take the next step. Returns whether steps are left."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.advance()
@@ -188,12 +188,12 @@ class Reduction:
         return self._wait is not None
 
     def finish(self) -> None:
-        """Take all steps that are left."""
+        """Take all remaining steps."""
         while self.advance():
             pass
 
     def abandon(self) -> None:
-        """Wait for what is in flight, and change no gradient. A failure of communication was already reported."""
+        """Wait for what is in flight without changing a gradient. A communication failure was reported before."""
         wait, self._wait = self._wait, None
         with suppress(CollectiveError):
             if wait is not None:
@@ -202,7 +202,7 @@ class Reduction:
 
 
 class InFlight:
-    """The reductions of one root that are in flight, the one that goes on next first. Owns them, and so their buffers,
+    """The reductions of one root that are in flight; the next one to continue is first. Owns them and their buffers
     until they are finished. Several roots may share one."""
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ class InFlight:
         return iter(self._reductions)
 
     def limit(self, _user: object, max_reductions: int) -> None:
-        """The user allows this many reductions in flight before compute waits for the oldest."""
+        """Allow this many reductions in flight before compute waits for the oldest."""
         self._max_reductions = max_reductions
 
     def start(self, reductions: Sequence[Reduction]) -> None:
@@ -253,7 +253,7 @@ class InFlight:
 def _steps(
     plan: ReductionPlan, grads: Tensors, partials: Partials, settings: UnitSettings, streams: Streams
 ) -> Generator[Wait]:
-    """Yields what is to be waited for before it goes on. The variables keep all tensors alive."""
+    """Yields what to wait for before it continues. Its local variables keep all tensors alive."""
     roles, is_lazy = plan.channel.roles, streams.lazy
     factor, has_replicas = settings.gradient_divide_factor, roles.replicate_group is not None
     both, sums = (plan.channel.comm, plan.channel.base), settings.force_sum
@@ -284,7 +284,7 @@ def _steps(
     if has_replicas:
         divisor = scaling.after_scatter(roles.replicate_size)
         if not settings.requires_all_reduce:
-            if not is_lazy:  # otherwise compute would wait for each reduce-scatter as soon as it is issued
+            if not is_lazy:  # without this pause, compute would wait for each reduce-scatter as soon as it is issued
                 yield partial(streams.wait, done)
             _add(plan, flat, partials, divisor)  # [3]
             for param, output in zip(plan.params, flat.split(plan.sizes), strict=True):
@@ -315,7 +315,7 @@ def _steps(
 def _scaled(
     plan: ReductionPlan, flat: torch.Tensor, post: float, settings: UnitSettings, streams: Streams, kept: Tensors
 ) -> torch.Tensor:
-    """Apply the remaining division and run the user's hook. Returns what the sink makes of the flat output."""
+    """Apply the remaining division and run the user's hook. Returns the flat output after `Sink.receive`."""
     if post != 1:
         flat.div_(post)
     if settings.all_reduce_hook is not None:
@@ -325,7 +325,7 @@ def _scaled(
 
 
 def _add(plan: ReductionPlan, flat: torch.Tensor, partials: Partials, divisor: float) -> None:
-    """Add the partial gradients to the flat output, which still has to be divided by `divisor`."""
+    """Add the partial gradients to the flat output, which must still be divided by `divisor`."""
     for param, output in zip(plan.params, flat.split(plan.sizes), strict=True) if partials else ():
         if (earlier := partials.get(param)) is not None:
             output.add_(earlier.over(divisor))

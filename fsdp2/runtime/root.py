@@ -1,7 +1,7 @@
-"""The root: the first unit to run a forward, among all units below its module. Layer: runtime, top.
+"""The root: the unit of a module tree whose forward runs first. Layer: runtime, top.
 
-Before that forward, units are independent; a unit that is unsharded early has its own provisional step. Afterwards
-they share one, and their names are relative to the root.
+Before that forward, units are independent; a unit that is unsharded early has its own provisional step. Afterwards all
+units share one step, and their names are relative to the root.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ def become_root(root: Unit) -> Step:
 
     Raises:
         OrderError: the unit has several modules; a unit below is a root itself; parameters are on the meta device.
-        ArgumentError: one weight belongs to two groups, or is managed under one name and not under another; replicas
+        ArgumentError: a weight belongs to two groups, or is managed under one name but not under another; replicas
             differ.
     """
     modules = root.modules
@@ -54,7 +54,7 @@ def become_root(root: Unit) -> Step:
         for group in unit.groups:
             group.channel.fqn = unit.fqn
             group.gradients.forget_plans()
-            for param in group.params:  # by the module that first holds it
+            for param in group.params:  # named by the first module that holds it
                 slot = param.slots[0]
                 prefix = "" if slot.module is None else module_fqns.get(slot.module, "")
                 param.fqn = f"{prefix}.{slot.name}" if prefix else slot.name

@@ -1,7 +1,7 @@
 """`Sink`: where the reduced gradients of one reduction go. Layer: runtime, below the reduction.
 
 A reduction ends with one flat tensor: this rank's rows of each gradient, one after the other, each padded to the size
-of a full shard. `receive` casts and moves it, on the stream that reduced; `deliver` gets views of it, when compute may
+of a full shard. `receive` casts and moves it, on the stream that reduced. `deliver` gets views of it, once compute may
 use them::
 
     flat  [a0 b0 g0]  --receive-->  [a0 b0 g0]  --views-->  a0, b0, g0  --deliver-->  a.grad = a0, b.grad += b0, ...
@@ -37,7 +37,7 @@ class Sink:
     """Sets, or adds to, the `.grad` of `params`.
 
     Attributes:
-        is_on_host: the gradients are offloaded, to host memory, to which no order of streams applies.
+        is_on_host: the gradients go to host memory, where stream order does not apply.
         receive: casts and moves a flat output, on the current stream.
         views: shape, stride and offset of each gradient in what `receive` returned.
     """
@@ -64,7 +64,7 @@ class Sink:
         if self._are_mixed:
             grads = map(torch.Tensor.to, grads, self._dtypes)
         if not any(map(backward_hooks_of, self._sharded)) and not any(map(is_there, map(grad_of, self._sharded))):
-            list(map(set_grad, self._sharded, map(self._make, grads, self._specs)))  # in C: a loop takes twice as long
+            list(map(set_grad, self._sharded, map(self._make, grads, self._specs)))  # a Python loop takes twice as long
             return self.params
         old, new = [], []
         for param, grad, spec in zip(self.params, grads, self._specs, strict=True):
@@ -89,7 +89,7 @@ def _to_host(plan: Plan, dtype: torch.dtype, flat: torch.Tensor) -> torch.Tensor
 
 
 def distributed(local: torch.Tensor, spec: DTensorSpec, device: torch.device) -> torch.Tensor:
-    """A gradient for a parameter that says it is on `device`: torch refuses one that says another."""
+    """A gradient whose DTensor reports `device`, as its parameter does: torch rejects one that reports another."""
     if local.device == device:
         return make_dtensor(local, spec)
     grad = make_dtensor(torch.empty_like(local, device=device), spec)

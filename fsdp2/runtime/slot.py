@@ -18,7 +18,7 @@ class Slot:
     def __init__(self, module: nn.Module, name: str):
         self.name = name
         self._module = ref(module)
-        self.is_direct = type(module).__setattr__ is nn.Module.__setattr__  # an RNN has a second list of its weights
+        self.is_direct = type(module).__setattr__ is nn.Module.__setattr__  # an RNN keeps a second list of its weights
 
     def get(self) -> torch.Tensor | None:
         """What the module holds now."""
@@ -37,14 +37,14 @@ class Slot:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module, while it lives."""
+        """The module; None once it was freed."""
         return self._module()
 
 
 def tie_again(slots: Sequence[Slot], param: nn.Parameter, check: Callable[[torch.Tensor], object]) -> None:
-    """Put `param`, which the first slot holds, in place of parameters that other slots hold and `check` lets pass:
-    `load_state_dict(assign=True)` gives each name of a tied weight a parameter of its own, and the first name's counts,
-    as in torch."""
+    """Put `param`, which the first slot holds, into the other slots too, if `check` accepts what they hold:
+    `load_state_dict(assign=True)` gives each name of a tied weight its own parameter, and, as in torch, the first one
+    counts."""
     for slot in slots[1:]:
         held = slot.get()
         if held is not param and isinstance(held, DTensor) and isinstance(held, nn.Parameter):
@@ -53,7 +53,7 @@ def tie_again(slots: Sequence[Slot], param: nn.Parameter, check: Callable[[torch
 
 
 class SlotTable:
-    """The slots of several parameters, written and compared without a call for each. Made while they are sharded."""
+    """The slots of several parameters, written and compared without a call for each. Create it while sharded."""
 
     def __init__(self, params: Sequence[Any]):
         rows = [(index, slot) for index, param in enumerate(params) for slot in param.slots]
@@ -73,7 +73,7 @@ class SlotTable:
                 slot.put(form)
 
     def replaced(self) -> list[tuple[int, torch.Tensor | None]]:
-        """The tensors that the modules hold in place of what was put there, each with the index of its parameter."""
+        """The tensors that modules now hold instead of what `put` stored, each with the index of its parameter."""
         forms = self._forms
         held = list(map(dict.get, self._dicts, self._names))
         if not any(map(is_not, held, map(forms.__getitem__, self._indices))):  # without a Python frame for each

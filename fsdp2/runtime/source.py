@@ -1,6 +1,6 @@
 """Where a group's unsharded values come from. Layer: runtime, below the bucket.
 
-A `Shards` is the memory of the unsharded parameters, and what fills it in each unshard::
+A `Shards` is the memory of the unsharded parameters, and fills it in each unshard::
 
                                           one storage, resized to 0 bytes between uses
     flat shards --copy in--> gather ====> | weight, all rows | pad | bias, all rows | pad |
@@ -9,10 +9,10 @@ A `Shards` is the memory of the unsharded parameters, and what fills it in each 
 ================  ==================================================================================================
 `Shards`          gathers the shards
 `HostShards`      offloaded shards: copied to the device first
-`Replicated`      nothing is sharded: copies
+`Replicated`      nothing is sharded: only copies
 ================  ==================================================================================================
 
-`source_of` chooses at the first unshard, and after a conversion. Features add kinds, and wrap them (`Around`).
+`source_of` chooses one at the first unshard, and after a conversion. Features add kinds and wrappers (`Around`).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +34,11 @@ Group: TypeAlias = Any  # `runtime.bucket.Bucket`: that module is above this one
 
 
 class Source:
-    """What fills the unsharded parameters of a group, and what becomes of their memory.
+    """Fills the unsharded parameters of a group, and releases their memory.
 
     Attributes:
-        follows_compute: compute may still use what `start` writes to.
-        keeps: in which reshards it keeps a part of the values.
+        follows_compute: compute may still use the memory that `start` writes to.
+        keeps: the reshards in which it keeps part of the values.
     """
 
     follows_compute: bool = False
@@ -46,37 +46,38 @@ class Source:
 
     @property
     def base(self) -> "Shards | None":
-        """The memory that it fills; None before the first `start`."""
+        """The memory to fill; None before the first `start`."""
         return None
 
     def start(self, group: Group) -> Callable[[], None]:
-        """Called on the all-gather stream: issue what fills the parameters. Returns what completes them, to be called
-        on the same stream."""
+        """Called on the all-gather stream: start filling the parameters. Returns a function that completes them; call
+        it on the same stream."""
         raise NotImplementedError
 
     def release(self, group: Group, memory: ReleasedMemory, stays: Stays) -> None:
-        """The group reshards, and compute has issued its last use."""
+        """The group reshards, and the last use of the memory has been enqueued on the compute stream."""
         raise NotImplementedError
 
     def keep_part(self, group: Group) -> list[nn.Parameter | None] | None:
-        """Before `release`: keep a part of the values for the next `start`. Returns what the modules hold until then;
-        None for the sharded parameters."""
+        """Called before `release`: keep part of the values for the next `start`. Returns what the modules hold until
+        then; None for the sharded parameters."""
 
     def arrived(self, group: Group) -> None:
-        """The parameters are there; before that a part of their values may have been kept."""
+        """The parameters are complete, so kept parts are no longer needed."""
 
     def drop_part(self, group: Group) -> None:
-        """The shards may change. Called on the all-gather stream, when the modules hold the sharded parameters."""
+        """Drop kept parts, because the shards may change. Called on the all-gather stream, when the modules hold the
+        sharded parameters again."""
 
     def forget_plans(self) -> None:
-        """The channel has another `Comm`."""
+        """The channel has a new `Comm`."""
 
     def forget(self, memory: ReleasedMemory) -> None:
-        """The shards will change: drop what was kept of their values."""
+        """Drop kept values, because the shards are about to change."""
 
 
 class Unchosen(Source):
-    """Before the first unshard: what is there then decides."""
+    """A placeholder; the first unshard chooses a source."""
 
     def start(self, group: Group) -> Callable[[], None]:
         group.source = wrapped(source_of(group), group)
@@ -84,7 +85,7 @@ class Unchosen(Source):
 
 
 class Around(Source):
-    """A source that does something more than `inner`."""
+    """A source that adds something to `inner`."""
 
     def __init__(self, inner: Source):
         self.inner = inner
@@ -141,7 +142,7 @@ class Shards(FlatStorage, Source):
         with torch.inference_mode(False), torch.no_grad():
             FlatStorage.alloc(self)
             for param, offset in zip(params, offsets, strict=True):
-                # Two views with separate version counters: filling `whole` must not look to autograd like a change of
+                # Two views with separate version counters: to autograd, filling `whole` must not look like a change of
                 # the parameter.
                 shape, dtype = param.layout.shape, param.compute_dtype
                 if param.aliases:
@@ -193,8 +194,8 @@ class HostShards(Shards):
 
 
 def on_device(group: Group) -> Sequence[torch.Tensor]:
-    """The flat shards, or copies of offloaded ones, which the current stream owns. They are cast there: a copy that
-    does both would cast on the CPU and block it."""
+    """The flat shards; if offloaded, copies on the device, which the current stream owns. They are cast later: a copy
+    that also casts would cast on the CPU and block it."""
     flats: Sequence[torch.Tensor] = group.seen.flats
     if group.params[0].plan.home == group.roles.device:
         return flats
@@ -202,7 +203,7 @@ def on_device(group: Group) -> Sequence[torch.Tensor]:
 
 
 class Replicated(Shards):
-    """Nothing is sharded. What needs no cast and no move uses the memory of the shards as it is."""
+    """Nothing is sharded. Parameters that need no cast and no move use the memory of the shards directly."""
 
     def start(self, group: Group) -> Callable[[], None]:
         self.alloc()
@@ -217,7 +218,7 @@ def _copy(params: Sequence[ManagedParameter], shards: Sequence[torch.Tensor]) ->
 
 
 def source_of(group: Group) -> Shards:
-    """The source of a group of these parameters."""
+    """A new source for a group."""
     for make in hooks.sources:
         if (found := make(group)) is not None:
             source: Shards = found
@@ -228,7 +229,7 @@ def source_of(group: Group) -> Shards:
 
 
 def wrapped(source: Source, group: Group) -> Source:
-    """The memory that `source` fills, with what features do around it now; `source` itself if it has none yet."""
+    """The memory that `source` fills, with the wrappers that features add now; before the first start, `source`."""
     if source.base is None:
         return source
     found: Source = source.base

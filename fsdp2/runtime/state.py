@@ -5,11 +5,11 @@
     IDLE      --forward.pre_forward-->     FORWARD    unshard, wait, prefetch, cast inputs
     FORWARD   --forward.post_forward-->    IDLE       cast outputs, hook their backward, reshard
     IDLE      --backward.pre_backward-->   BACKWARD   unshard, wait, prefetch
-    BACKWARD  --backward.post_backward-->  DONE       reshard, reduce what was not
+    BACKWARD  --backward.post_backward-->  DONE       reshard, reduce the remaining gradients
     DONE      --end of backward-->         IDLE
 
-A forward inside backward is the recomputation of an activation checkpoint. It leaves the parameters unsharded, for the
-backward that follows. So does a forward nested in another forward of the same unit: the outer one still needs them.
+A forward inside backward is the recomputation of an activation checkpoint. It leaves the parameters unsharded for the
+backward that follows. So does a forward nested in another one of the same unit: the outer one still needs them.
 """
 
 import inspect
@@ -32,7 +32,7 @@ class Stage(Enum):
 
 
 class Stays(Enum):
-    """What a reshard may leave for the next unshard, as far as the source of a group keeps it at all."""
+    """What a reshard may leave for the next unshard, if the source of a group can keep it."""
 
     NOTHING = "the sharded parameters alone"
     PART = "part of the values, because the shards will not change before: shards of a replica"
@@ -41,14 +41,14 @@ class Stays(Enum):
 
 
 class State:
-    """What the hooks of a unit remember for those that follow.
+    """What the hooks of a unit pass on to later ones.
 
     Attributes:
         stage: where the unit is.
-        calls: one entry for each call of its modules that runs now, the outermost first: `sys.exception()` as the call
-            began. If its end finds another one, the call has raised.
-        to_run: of a unit of several modules: those that this forward has not run yet, by id.
-        was_whole: it was unsharded before the forward that runs.
+        calls: one entry for each running call of its modules, the outermost first: `sys.exception()` when the call
+            began. If it is different at the end, the call has raised.
+        to_run: for a unit of several modules: the ids of those that this forward has not run yet.
+        was_whole: it was unsharded before the running forward.
         sees_end: the last forward had inputs that need gradients.
         first_node: `next_node_number()` at the beginning of the last forward.
         settings: for the running backward.
@@ -66,13 +66,13 @@ class State:
         self.settings = settings
 
 
-# Functions that call the module `self`.
+# Code of functions that call the module `self`.
 entries: set[CodeType] = {nn.Module.__call__.__code__}
 
 
 def is_running(unit: Any, times: int = 1) -> bool:
-    """Whether this thread is in so many calls of modules of `unit`. It looks at the call stack, and is asked only where
-    `State.calls` may be wrong: torch calls no hooks after a `KeyboardInterrupt`, or an error in what it compiled."""
+    """Whether this thread is in `times` calls of modules of `unit`, by the call stack. Only used where `State.calls`
+    may be wrong: torch calls no hooks after a `KeyboardInterrupt`, or an error in compiled code."""
     frame = inspect.currentframe()
     while frame is not None and times:
         if frame.f_code in entries and vars(frame.f_locals["self"]).get("_fsdp2_unit") is unit:

@@ -1,4 +1,4 @@
-"""The hooks of modules for state dicts: these see shards. Layer: runtime, top."""
+"""Module hooks that make state dicts see the shards. Layer: runtime, top."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ _OWNERS = "_fsdp2_owners"  # on a module that holds parameters: the units that m
 
 
 def guard_state_dict(module: nn.Module, unit: Unit) -> None:
-    """Reshard `unit`, whose parameters `module` holds, before a state dict is made or loaded."""
+    """Reshard `unit`, whose parameters `module` holds, whenever a state dict is made or loaded."""
     owners = module.__dict__.setdefault(_OWNERS, [])
     if not owners:
         module.register_state_dict_pre_hook(_before_save)

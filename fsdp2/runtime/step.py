@@ -1,7 +1,7 @@
-"""`Step`: what the units below one root share in a step: their order, memory, reductions. Layer: runtime, top.
+"""`Step`: what the units below one root share: their order, memory, reductions. Layer: runtime, top.
 
-One step of a root with units 0, 1, 2 that reshard after forward (time runs right; ``A`` all-gather, ``C`` compute,
-``R`` reduction; entries in one column may overlap)::
+One step of a root with units 0, 1, 2 that reshard after forward (time runs to the right; ``A`` all-gather, ``C``
+compute, ``R`` reduction; entries in one column may overlap)::
 
     forward   compute stream       C0  C1  C2
               gather stream    A0  A1  A2            A1 is issued before C0 ends: the host is ahead
@@ -9,9 +9,9 @@ One step of a root with units 0, 1, 2 that reshard after forward (time runs righ
               gather stream    A2  A1  A0            A1 is issued by unit 2, before its compute
               reduce stream            R2  R1  R0    R2 starts at unit 2's last gradient
 
-Backward prefetches in the reverse of the order in which forward ran the units: each forward of the root has a `Pass`,
-and the backward hook of a unit keeps which one ran before it. So the order is right even if a unit ran twice, two
-forwards share one backward, or a forward had no backward.
+Backward prefetches in reverse forward order: each forward of the root has a `Pass`, and the backward hook of a unit
+remembers the unit that ran before it. So the order is right even if a unit ran twice, two forwards share one backward,
+or a forward had no backward.
 
 After a backward that raised, the next forward or backward is an error, until `reset`.
 """
@@ -36,15 +36,15 @@ Unit: TypeAlias = Any  # `runtime.unit.Unit`: that module is above this one
 
 
 class Pass:
-    """What one forward has run: the last unit, and the one before it."""
+    """The last two units that one forward has run."""
 
     def __init__(self) -> None:
         self._last: Unit | None = None
         self._before: Unit | None = None
 
     def record(self, unit: Unit) -> Unit | None:
-        """`unit` has run. Returns the unit that ran just before it; None for the first. The same unit several times in
-        a row counts once, because the modules of a list finish one by one."""
+        """`unit` has run. Returns the unit that ran just before it; None for the first. Several calls in a row with the
+        same unit count once, because the modules of a list finish one by one."""
         if unit is not self._last:
             self._last, self._before = unit, self._last
         return self._before
@@ -55,20 +55,20 @@ class Step:
 
     Args:
         units: the root first, then the others in the order of the module tree. Held weakly: modules own their units.
-        is_provisional: created for a unit that was unsharded before any forward; a root's forward replaces it.
+        is_provisional: created for a unit that was unsharded before any forward; the root's forward replaces it.
 
     Attributes:
         root: a weak reference to the root.
         memory: unsharded memory that waits to be freed.
-        reductions: those in flight; several roots may share them.
+        reductions: the reductions in flight; several roots may share them.
         hooks: where features plug in; a provisional step calls none.
-        post_optim_event: the event that the next root forward's all-gathers wait for, instead of the compute stream.
-        order: of the root's forward that runs; None outside.
-        notes: what features keep of the forward that runs, or of the one whose backward runs, by names of their own.
+        post_optim_event: what all-gathers of the next root forward wait for, instead of the compute stream.
+        order: the units that the root's running forward has run; None outside of it.
+        notes: what features store, by name, about the running forward, or the forward whose backward is running.
         awaits_backward: the root's forward ran with gradients, and its backward has not begun yet.
-        is_last: the backward that runs, or ran last, is the last one of its step.
-        recomputed: units whose forward a checkpoint recomputed in this backward, and which were not resharded since.
-        end: the callback for the end of the running backward; None if no backward runs. Only autograd's engine holds a
+        is_last: the running or last backward is the last one of its step.
+        recomputed: units that a checkpoint recomputed in this backward and that were not resharded since.
+        end: the callback for the end of the running backward; None if none is running. Only autograd's engine holds a
             strong reference, so this one is dead if backward raised.
     """
 
@@ -95,11 +95,11 @@ class Step:
     # --- forward -----------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """The root's forward starts: what has changed since the last one is looked up once, here."""
+        """The root's forward starts. This is the only place that checks what has changed since the last one."""
         root, *_ = units = self.units
         follow_listeners()
         emit("root_pre_forward", root.fqn)
-        has_raised = root.state.stage is Stage.FORWARD  # what was prefetched and not used is stale
+        has_raised = root.state.stage is Stage.FORWARD  # unused prefetches are stale
         for unit in units:
             if unit.state.stage is Stage.FORWARD and unit is not root and not is_running(unit):
                 unit.state.calls.clear()
@@ -115,16 +115,16 @@ class Step:
         self.post_optim_event = None
 
     def follow_compute(self, event: torch.Event | None = None) -> None:
-        """Let all-gathers start only after `event`, or after all work enqueued on the compute stream so far (which may
-        have changed the shards)."""
+        """Let all-gathers start only after `event`, or else after all work enqueued on the compute stream so far, which
+        may change the shards."""
         streams = self.memory.streams
         event = event or streams.record()
         with streams.gathering():
             streams.wait(event)
 
     def end_forward(self) -> None:
-        """The root's forward is over; from now on only the backward hooks keep its order alive. A unit within whose own
-        forward the root was called goes on."""
+        """The root's forward is over; from now on only the backward hooks keep its order alive. A unit whose forward
+        contains the call of the root is still running."""
         for unit in self.units:
             if unit.state.stage is Stage.FORWARD and not unit.state.calls:
                 unit.end_forward()
@@ -138,8 +138,8 @@ class Step:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def expect_end_of_backward(self) -> None:
-        """Called from within a backward pass: `end_backward` will run at its end. Raises `OrderError` after a backward
-        that raised, and `UnsupportedError` under compiled autograd, which runs no callbacks at the end."""
+        """Called in a backward pass: let `end_backward` run at its end. Raises `OrderError` after a backward that
+        raised, and `UnsupportedError` under compiled autograd, which runs no callbacks at the end."""
         if self.end is not None:
             if self.end() is None:
                 raise_unfinished("backward")
@@ -153,7 +153,7 @@ class Step:
         queue_backward_callback(end)
 
     def _choose_settings(self) -> None:
-        """Those of all units for the backward that begins."""
+        """Choose the settings of all units for the backward that begins."""
         units = self.units
         self.is_last = units[0].settings.is_last_backward
         for unit in units:
@@ -177,7 +177,7 @@ class Step:
             for hook in self.hooks.after_backward:
                 hook()
             emit("root_post_backward", self.units[0].fqn)
-            self.end = None  # the last: after an error above a forward must not go on
+            self.end = None  # last: after an error above, the next forward must raise
 
     def finish_units(self) -> None:
         """Reduce and reshard what is left in all units."""
@@ -198,7 +198,7 @@ class Step:
     # --- after an error ----------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Wait for reductions, discard their results, and forget the iteration, in all units; a hook may refuse."""
+        """Wait for reductions, discard their results, and reset all units. A hook may raise instead."""
         for hook in self.hooks.on_reset:
             hook()
         self.reductions.abandon_all()
@@ -209,7 +209,7 @@ class Step:
 
 
 def raise_unfinished(what: str) -> NoReturn:
-    """A forward or a backward begins, and the last backward raised."""
+    """Raise, because a forward or backward begins although the last backward raised."""
     raise OrderError(
         f"{what} was called, but the last backward has not finished; did it raise? Call reset_iter_state() on the "
         "root, on every rank, before the next iteration."

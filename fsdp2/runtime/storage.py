@@ -1,10 +1,9 @@
-"""`FlatStorage`: one block of memory for several tensors, freed and allocated again as a whole; `ReleasedMemory`: those
-that compute may still read. Layer: runtime.
+"""`FlatStorage`: one block of memory for several tensors, freed and allocated as a whole; `ReleasedMemory`: blocks that
+compute may still read. Layer: runtime.
 
-Views are created once. They, and tensors that autograd saved, survive `free` and `alloc`, because these resize the
-storage that the views share. Each view has its own version counter, so filling the memory through one view does not
-look to autograd like a modification of the parameter on the same bytes. That is correct, because the memory is filled
-with the same values.
+Views are created once. They, and tensors that autograd saved, survive `free` and `alloc`, which resize the storage that
+the views share. Each view has its own version counter, so autograd does not see filling the memory through one view as
+a modification of the parameter on the same bytes. That is correct, because it is filled with the same values.
 """
 
 from collections import deque
@@ -19,7 +18,7 @@ ALIGN_BYTES = 256  # the alignment of CUDA's allocator, which vectorised kernels
 
 
 class FlatStorage:
-    """`nbytes` of memory on `device`, allocated on the stream that is current at `alloc`. `is_taken`: it is."""
+    """`nbytes` of memory on `device`, allocated on the stream that is current at `alloc`. `is_taken`: it is allocated."""
 
     def __init__(self, nbytes: int, device: torch.device):
         self.nbytes = nbytes
@@ -48,8 +47,8 @@ class FlatStorage:
 
 
 class ReleasedMemory:
-    """Owns storage from a reshard until the all-gather stream may free it, which is when that stream has waited for the
-    event that marks compute's last use."""
+    """Owns storage from a reshard until the all-gather stream may free it: after that stream has waited for the event
+    of compute's last use."""
 
     def __init__(self, streams: Streams):
         self.streams = streams
@@ -57,8 +56,8 @@ class ReleasedMemory:
 
     def make_room(self, storage: FlatStorage | None, prefetching: bool) -> None:
         """Called on the all-gather stream before `storage` (None: not created yet) is allocated: free released storage
-        until at most two units are alive. `storage` itself, if released, is taken back. A unit that unshards for itself
-        keeps those of one: the unit before it may still compute. A prefetch keeps none: who prefetches computes."""
+        until at most two units are in memory. If `storage` itself is released, take it back. A unit that unshards for
+        itself leaves one released unit, which may still compute; a prefetch leaves none, as its caller computes."""
         for entry in [entry for entry in self.released if entry[0] is storage]:
             self.released.remove(entry)
             self.streams.wait(entry[1])

@@ -1,7 +1,7 @@
-"""Streams and events, with a CPU stand-in, so that the code above is the same for both. Layer: runtime.
+"""Streams and events, with a stand-in for the CPU, so that the code above is the same for both. Layer: runtime.
 
-On an accelerator work is *enqueued*: all is issued at once, up to the final event, and waiting does not block the CPU.
-On the CPU work *runs*: a wait blocks, and is deferred until the result is needed. The runtime sees only `Streams.lazy`.
+On an accelerator work is *enqueued*: everything is issued at once, and waiting does not block the CPU. On the CPU work
+*runs*: a wait blocks, so it is deferred until the result is needed. The runtime only looks at `Streams.lazy`.
 """
 
 from collections.abc import Callable
@@ -13,20 +13,20 @@ import torch
 
 from fsdp2.nothing import NOTHING
 
-SIMULATED: list["Streams"] = []  # the last of these is used, whatever the device
+SIMULATED: list["Streams"] = []  # if not empty, the last one is used for every device
 
 
 class Streams:
-    """CPU stand-in without streams and events: waits for communication as late as possible. Nothing is a Python call.
+    """CPU stand-in without streams and events: waits for communication as late as possible. Runs no Python code.
 
     Attributes:
         gathering, reducing, all_reducing: run a block on the stream of these collectives.
-        stepping: on that of optimizers that step in the background.
-        copying: on that of activations that move to host memory and back.
+        stepping: the same for optimizers that step in the background.
+        copying: the same for activations that move to host memory and back.
         record: record an event on the current stream.
-        wait: make the current stream wait for an event, or for None.
-        later: ``wait(started)``, which waits for a collective, as a call to be made later; on an accelerator the
-            current stream waits at once, and it is None.
+        wait: make the current stream wait for an event; does nothing for None.
+        later: from ``wait`` and ``started``, a function that waits for the collective later. On an accelerator the
+            current stream waits at once, and the result is None.
     """
 
     lazy = True
@@ -43,7 +43,7 @@ def at_once(wait: Callable[[Any], None], started: Any) -> None:
 
 
 class _Current:
-    """Make a stream the current one for a block. A new object per block, because `with stream` stores the previous
+    """Make a stream the current one for a block. Each block needs a new object: `with stream` stores the previous
     stream in the stream object, which two threads (before torch 2.12 also nested blocks) cannot share."""
 
     __slots__ = ("_before", "_device_index", "_stream")
@@ -64,7 +64,7 @@ class _Current:
 
 
 class AcceleratorStreams(Streams):
-    """Side streams of one device, which all roots share, with a higher priority than compute but for the last two."""
+    """The side streams of one device, shared by all roots. All but the last two have a higher priority than compute."""
 
     lazy = False
     later = staticmethod(at_once)
@@ -86,7 +86,7 @@ class AcceleratorStreams(Streams):
         # Not `stream.wait_event(event)`, which does not accept a user's torch.cuda.Event.
         if torch.accelerator.current_device_index() == self._device.index:
             event.wait()
-        else:  # a thread that has not chosen its device: the stream of another one would wait
+        else:  # a thread that has not set its device: otherwise another device's stream would wait
             with torch.accelerator.device_index(self._device.index):
                 event.wait()
 

@@ -1,8 +1,8 @@
 """Walk over the tensors of a forward's inputs and outputs. Layer: runtime.
 
-Containers are lists, tuples, named tuples, dicts and their subclasses, and dataclass instances. One without changed
-tensors is passed on as the same object, any other is copied. Other objects and mappings (a cache, a distribution) are
-never copied; `tensors_within` finds what they hold.
+Containers are lists, tuples, named tuples, dicts and their subclasses, and dataclass instances. A container is copied
+only if a tensor in it changes. Other objects and mappings (a cache, a distribution) are never copied; `tensors_within`
+finds the tensors that they hold.
 """
 
 import copy
@@ -27,7 +27,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         items = [map_tensors(fn, item) for item in value]
         if all(map(is_, items, value)):
             return value
-        kind: Any = type(value)  # a named tuple takes its fields one by one, a torch.return_types one takes a sequence
+        kind: Any = type(value)  # a named tuple takes fields one by one, a torch.return_types one a sequence
         return getattr(kind, "_make", kind)(items)
     put: Callable[[Any, Any, Any], None]
     if isinstance(value, dict):
@@ -45,7 +45,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors of `value`, in the order in which `map_tensors` meets them."""
+    """All tensors of `value`, in the order in which `map_tensors` visits them."""
     if isinstance(value, torch.Tensor):
         return [value]
     if type(value) is tuple and all(map(isinstance, value, repeat(torch.Tensor))):
@@ -61,7 +61,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def tensors_within(value: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors of `value`: those that `map_tensors` meets, and those within other mappings and objects."""
+    """The tensors of `value`: those that `map_tensors` visits, and those within other mappings and objects."""
     direct: list[torch.Tensor] = []
     inner: list[torch.Tensor] = []
     parts_of_objects: list[Any] = []
@@ -84,8 +84,8 @@ _CLOSED = (type, Enum, nn.Module, ModuleType, FunctionType, MethodType)  # not s
 
 @lru_cache(maxsize=1024)
 def _parts_of(kind: type) -> tuple[Callable[[Any], Iterable[Any]] | None, bool]:
-    """What lists the parts of an instance of `kind`, None if it has none; and whether `map_tensors` knows `kind`. Asked
-    once for each type."""
+    """A function that lists the parts of an instance of `kind` (None if it has none), and whether `map_tensors` handles
+    `kind`."""
     if issubclass(kind, (list, tuple)):
         return iter, True
     if issubclass(kind, Mapping):

@@ -1,5 +1,5 @@
-"""`Unit`: what one `fully_shard` call manages: modules, and the groups of their parameters. Layer: runtime. Its hooks
-in forward and backward are functions: `forward`, `backward`.
+"""`Unit`: what one `fully_shard` call manages: modules, and the groups of their parameters. Layer: runtime. Its forward
+and backward hooks are functions, in the modules `forward` and `backward`.
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ GATHERED = (Phase.GATHERING, Phase.UNSHARDED)
 
 
 class Role(Protocol):
-    """What a feature changes in a unit for as long as it has its root. `in_order`: whether the unit has a place in the
+    """How a feature changes a unit, for as long as its root exists. `in_order`: whether the unit takes part in the
     order of units, and is prefetched."""
 
     in_order: bool
 
     def select(self, unsharding: bool) -> Sequence[Bucket]:
-        """The groups that `unshard` and `reshard` act on, instead of its own and the borrowed."""
+        """The groups that `unshard` and `reshard` act on, instead of the unit's own and borrowed ones."""
 
     def reduces_late(self, group: Bucket, settings: UnitSettings) -> UnitSettings:
-        """All its reductions wait for the end of the whole backward; the settings of that of `group`."""
+        """The settings for reducing `group`. All reductions of the unit wait for the end of the whole backward."""
 
 
 def unit_of(module: nn.Module) -> "Unit | None":
@@ -59,14 +59,14 @@ class Unit:
     """One module, or a list of modules that gather and reduce together.
 
     Attributes:
-        members: its modules, weakly: modules own their units.
+        members: weak references to its modules, which own it.
         groups: the parameters, one group per mesh and policy; none for a unit without parameters.
         borrowed: groups of other units, which this unit gathers too (tied weights); their owner reduces them.
         fqn: relative to the root once there is one; ``""`` for the root.
         step: shared with the root; None until the first forward or unshard.
-        role: what a feature changes; None for a plain unit.
+        role: how a feature changes the unit; None for a plain unit.
         forward_prefetch, backward_prefetch: explicit lists; weak, since two units may name each other.
-        followers: units to which this one's settings apply too.
+        followers: units that get this unit's settings too.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Unit:
         self.adopt(modules, param_lists)
 
     def adopt(self, modules: Sequence[nn.Module], param_lists: Sequence[Sequence[ManagedParameter]]) -> None:
-        """Manage these modules and parameters, and no others."""
+        """Manage these modules and parameters instead of the current ones."""
         self.members = [ref(module) for module in modules]
         self.groups = []
         for params in param_lists:
@@ -107,7 +107,7 @@ class Unit:
 
     @property
     def params(self) -> list[ManagedParameter]:
-        """The parameters of all groups, without those whose shard is another parameter's."""
+        """The parameters of all groups, without those that share the shard of another parameter."""
         return [param for group in self.groups for param in group.params if param.at_rest is not None]
 
     @property
@@ -117,11 +117,11 @@ class Unit:
 
     @property
     def in_order(self) -> bool:
-        """Whether it has a place in the order of units, and is prefetched."""
+        """Whether it takes part in the order of units, and is prefetched."""
         return self.role is None or self.role.in_order
 
     def ready_step(self) -> Step:
-        """The step; a provisional one for a unit that no root's forward has reached yet. Raises like `refresh`."""
+        """The step; a provisional one as long as no root's forward has run. Raises like `refresh`."""
         if self.step is None:
             self.refresh()
             self.step = Step([self], self.device, is_provisional=True)
@@ -130,7 +130,7 @@ class Unit:
     # --- following the modules ---------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Adopt parameters that were moved, converted, replaced. Raises `OrderError` if some are on the meta device."""
+        """Adopt parameters that were moved, converted or replaced. Raises `OrderError` if any is on the meta device."""
         on_meta = [param.fqn for group in self.groups for param in group.params if param.held.is_meta]
         if on_meta:
             raise OrderError(
@@ -141,20 +141,20 @@ class Unit:
 
     def refresh_groups(self, are_new: bool = False) -> None:
         """`refresh` without the checks, for a model that is being materialised, loaded or converted. `are_new`: nothing
-        else refers to the memory of shards that were moved, so they can be placed together."""
+        else refers to the memory of shards that were moved, so they may be moved again, next to each other."""
         for group in (*self.groups, *self.borrowed):
             if group.phase is Phase.SHARDED and group.refresh() and are_new:
                 group.lay_together()
 
     def drop_stale(self) -> None:
-        """Before a forward of the root, or of the unit alone, or `unshard()`: follow the sharded parameters, and
-        reshard what was gathered before an optimizer stepped it, by a forward without a backward, or kept."""
+        """Before a forward of the root or of this unit alone, or `unshard()`: adopt changes of the sharded parameters,
+        and reshard values that were gathered before the change (by a forward without a backward, or kept)."""
         assert self.step is not None
         for group in (*self.groups, *self.borrowed):
             if group.look(self.step.memory):
                 self.reshard_all()
 
-    # --- forms: the callers have left the transforms of `torch.func` --------------------------------------------------
+    # --- forms: call these outside of transforms of `torch.func` ------------------------------------------------------
 
     def unshard(self, prefetching: bool = False) -> None:
         """Issue the all-gathers that are needed. A prefetch in backward gathers the last group first."""
@@ -171,25 +171,25 @@ class Unit:
             group.wait_for_unshard()
 
     def reshard(self, stays: Stays = Stays.NOTHING) -> None:
-        """Free unsharded parameters that no other unit computes with, but for what `stays`."""
+        """Free unsharded parameters that no other unit uses, except for what `stays`."""
         for group in [*self.groups, *self.borrowed] if self.role is None else self.role.select(False):
             group.users.discard(id(self))
             if self.step is not None and not group.users and group.phase is not Phase.SHARDED:
                 group.reshard(self.step.memory, stays)
 
     def reshard_all(self, to_change: bool = True) -> None:
-        """Free all unsharded parameters, used or kept, because the sharded ones will be changed. Without `to_change`
-        they will only be read, perhaps on one rank, and what is kept of frozen parameters stays."""
+        """Free all unsharded parameters, used or kept, because the sharded ones are about to change. Without
+        `to_change` they will only be read, perhaps on one rank only, and kept values of frozen parameters stay."""
         if self.step is not None:
             for group in (*self.groups, *self.borrowed):
                 group.users.clear()
                 group.clear(self.step.memory, to_change)
-            if self.step.is_provisional:  # units that borrow from it have other memory
+            if self.step.is_provisional:  # units that borrow its groups have a `ReleasedMemory` of their own
                 self.step.memory.free_all()
 
     def end_forward(self, output: Any = None) -> None:
-        """All its modules have run, or the others will not run any more: the root's forward is over, or a new one
-        starts. What a checkpoint has recomputed stays for its backward, which follows."""
+        """All its modules have run, or the rest will not run: the root's forward is over, or a new one starts. A unit
+        that a checkpoint recomputed stays unsharded, because its backward follows."""
         assert self.step is not None
         emit("post_forward", self.fqn)
         self.state.stage = Stage.IDLE
@@ -201,9 +201,9 @@ class Unit:
         self.step.expect_end_of_backward()
 
     def reshard_after_forward(self, output: Any = None) -> None:
-        """Reshard as the settings say, and as a backward may follow or not."""
+        """Reshard according to the settings, and to whether a backward may follow."""
         how, for_backward = self.settings.reshard_after_forward, torch.is_grad_enabled()
-        if how is None and for_backward and output is not None:  # of a method that turns gradients off itself?
+        if how is None and for_backward and output is not None:  # the method may have disabled gradients itself
             for_backward = any(tensor.requires_grad for found in tensors_within(output) for tensor in found)
         if how:
             stays = Stays.PART if how is True else Stays.SMALLER
@@ -215,10 +215,10 @@ class Unit:
                 group.changes.check_none()
 
     def reset(self) -> None:
-        """Recover from an error: reshard, and forget the iteration and all gradients that were not reduced."""
+        """Recover from an error: reshard, and drop the iteration and all unreduced gradients."""
         self.state = State(self.settings)
         for group in (*self.groups, *self.borrowed):
-            with suppress(CollectiveError, OrderError):  # of a prefetch; the first failure was raised
+            with suppress(CollectiveError, OrderError):  # a prefetch failed too; the first failure was raised
                 group.wait_for_unshard()
             group.changes.forget()
         self.reshard_all()
