@@ -1,1 +1,1 @@
-"""Aids beside a step: whole parameters for a while, layers in tiles, activations in host memory. Layer: surface."""
+"""Optional features, such as whole parameters, layers in tiles, and activations in host memory. Layer: surface."""

@@ -1,4 +1,4 @@
-"""Saved activations in host memory between forward and backward, as many as a budget requires. Layer: above settings.
+"""Keeps saved activations that exceed a budget in host memory between forward and backward. Layer: above settings.
 
 ::
 
@@ -8,13 +8,14 @@
     backward   block 3 ----------> block 2 ----------> block 1            compute
                    copy 2 back         copy 1 back
 
-What autograd saves passes through torch's hooks for saved tensors. The first blocks are used last in backward, so they
-move, as soon as they are saved. How many have to is known from the last iteration; in the first one the oldest move
-when the budget is exceeded. If the budget sufficed for an iteration, the next one has no hooks, as long as its calls
-are like the last one's: then they save as much.
+What autograd saves passes through torch's saved-tensor hooks. The activations of the first blocks are used last in
+backward, so they are moved, as soon as they are saved. How many must move is known from the last iteration; in the
+first iteration the oldest move when the budget is exceeded. If the budget sufficed for an iteration, the next one runs
+without hooks, as long as its calls match those of the last one and so save as much.
 
-Memory: a saved tensor belongs to the compute stream, which waits for its copy before it frees it, at the end of the
-next block. A tensor that comes back is allocated on the compute stream, and kept here until that waits for the copy.
+Memory: a saved tensor belongs to the compute stream, which waits for the copy before it frees the tensor, at the end of
+the next block. A tensor that comes back is allocated on the compute stream, and kept alive here until that stream waits
+for the copy.
 
 Source: https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html
 """
@@ -41,29 +42,28 @@ from fsdp2.runtime.tree import tensors_in
 def offload_activations(
     blocks: Sequence[nn.Module], *, budget: int = 0, min_bytes: int = 1 << 16
 ) -> "ActivationOffload":
-    """Let what the blocks save for backward rest in host memory, as far as it exceeds a budget. Values do not change.
+    """Keep what the blocks save for backward in host memory if it exceeds a budget. Results do not change.
 
-    Copies run beside compute, through page-locked memory, and come back one block before they are used. If the budget
-    suffices, nothing moves, and from the second iteration on nothing is looked at, until a block is called with tensors
-    of another shape or dtype, in another mode, or more often. Frozen and trainable parameters never move. On the CPU,
-    whose memory is that of the host, nothing moves either.
+    Copies overlap with compute, use page-locked memory, and are back one block before they are needed. If the budget
+    suffices, nothing moves; then, from the second iteration on, saved tensors are not inspected until a block is called
+    with other shapes or dtypes, in another mode, or more often. Parameters never move. On the CPU nothing moves.
 
-    Blocks whose activations are checkpointed save only their inputs, and it is these that move; the checkpoint must be
-    part of the block's call (`fsdp2.parallel`, or a module that calls it), not around it.
+    Checkpointed blocks save only their inputs, so only these move. The checkpoint must be inside the block's call
+    (`fsdp2.parallel`, or a module that calls it), not around it.
 
     Args:
-        blocks: modules, in the order of forward; not one inside another. `fully_shard` may come before or after.
-        budget: bytes of saved activations that may stay on the device. Two blocks' more are there while they are
-            copied.
-        min_bytes: smaller tensors stay, and do not count.
+        blocks: modules in forward order, none inside another. `fully_shard` may come before or after.
+        budget: bytes of saved activations that may stay on the device. Those of two more blocks are there while they
+            are copied.
+        min_bytes: smaller tensors stay on the device, and do not count.
 
     Returns:
-        An object whose ``remove()`` undoes the call, and which counts what moves.
+        An object that counts the bytes moved; its ``remove()`` undoes the call.
 
     Raises:
-        ArgumentError: no blocks, a block inside another, or a budget that is no number of bytes.
+        ArgumentError: no blocks, a block inside another, or a budget that is not a number of bytes.
         MisuseError: the activations of a block are offloaded already.
-        OrderError: in backward: a saved tensor was changed in place after it was saved, which autograd refuses too.
+        OrderError: in backward: a saved tensor was changed in place after it was saved, an error in plain autograd too.
 
     Example::
 
@@ -88,33 +88,33 @@ def offload_activations(
 
 
 def calls_to_move(nbytes: Sequence[int], budget: int) -> list[bool]:
-    """For each call of a block, in the order of forward, whether what it saves moves: the first ones, until the rest
-    fits into the budget.
+    """For each call of a block, in forward order, whether its activations move: the first ones do, until the rest fits
+    into the budget.
 
     Args:
-        nbytes: what each saves.
+        nbytes: the bytes that each call saves.
     """
     left = [*accumulate(reversed(nbytes))][::-1]  # saved by a call and all later ones
     return [total > budget for total in left]
 
 
 class ActivationOffload:
-    """Moves the saved activations of some blocks; made by `offload_activations`.
+    """Moves the saved activations of some blocks; returned by `offload_activations`.
 
     Attributes:
-        moved_bytes: copied to the host in the current iteration.
-        saved_bytes: saved by the blocks in the current iteration, on the device or not.
+        moved_bytes: bytes copied to the host in the current iteration.
+        saved_bytes: bytes saved by the blocks in the current iteration, wherever they are.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], budget: int, min_bytes: int):
         self.moved_bytes = 0
         self.saved_bytes = 0
-        self._blocks = WeakSet(blocks)  # who drops a model drops this, too
+        self._blocks = WeakSet(blocks)  # weak: dropping the model drops this object
         self._budget = budget
         self._min_bytes = min_bytes
         self._calls: list[_Call] = []
-        self._moves: list[bool] = []  # as planned from the last iteration
-        self._known: list[_Call] = []  # the last iteration's, if the budget sufficed; empty after a call unlike them
+        self._moves: list[bool] = []  # planned from the last iteration
+        self._known: list[_Call] = []  # of the last iteration, if the budget sufficed; empty after a different call
         self._is_backward = False
         self._arriving: list[_Saved] = []  # copies to the device that compute has not waited for
         self._leaving: list[_Call] = []  # calls whose tensors are being copied to the host
@@ -125,7 +125,7 @@ class ActivationOffload:
                 block.__class__ = _offloading_class(kind)
 
     def remove(self) -> None:
-        """Let the blocks save as ever. Not between forward and backward."""
+        """Stop offloading. Not between forward and backward."""
         for block in self._blocks:
             _offloads.pop(block, None)
 
@@ -152,7 +152,7 @@ class ActivationOffload:
         self._moves = calls_to_move(nbytes, self._budget)
         self._known = self._calls if sum(nbytes) <= self._budget else []
         for call in self._leaving:
-            call.free_moved()  # of a microbatch whose backward comes later
+            call.free_moved()  # its microbatch's backward comes later
         self._calls, self._leaving, self._is_backward = [], [], False
         self.moved_bytes = self.saved_bytes = 0
         for saved in [*self._arriving]:
@@ -160,8 +160,8 @@ class ActivationOffload:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, call: "_Call", result: Any) -> None:
-        """A call is over: what it saves is known, and what the one before it moved can be freed."""
-        if not call.is_watched:  # nor was any before it
+        """A call is over: its saved bytes are known, and what the call before it moved can be freed."""
+        if not call.is_watched:  # nor was any earlier call
             call.await_backward(result)
             return
         for earlier in self._leaving:
@@ -178,12 +178,12 @@ class ActivationOffload:
                 total -= each.nbytes
 
     def begin_backward(self) -> None:
-        """Backward has come to a block."""
+        """Backward has reached a block."""
         self._is_backward = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled block runs it
     def save(self, call: "_Call", tensor: torch.Tensor) -> Any:
-        """The hook for a tensor that autograd saves: what it keeps instead."""
+        """The pack hook: returns what autograd keeps instead of the tensor."""
         if type(tensor) is not torch.Tensor and (not is_fake(tensor) or isinstance(tensor, nn.Parameter)):
             return tensor
         base = base_of(tensor)
@@ -204,7 +204,7 @@ class ActivationOffload:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def load(self, saved: Any) -> torch.Tensor:
-        """The hook for a tensor that autograd needs. The first one of a call begins to bring back the call before."""
+        """The unpack hook. The first one of a call starts to fetch the tensors of the call before it."""
         if not isinstance(saved, _Saved):
             assert isinstance(saved, torch.Tensor)
             return saved
@@ -216,7 +216,7 @@ class ActivationOffload:
         return saved.value()
 
     def arriving(self, saved: "_Saved") -> None:
-        """A copy to the device begins."""
+        """A copy to the device has started."""
         self._arriving.append(saved)
 
     def arrived(self, saved: "_Saved") -> None:
@@ -230,12 +230,12 @@ class _Call:
     """One call of a block.
 
     Attributes:
-        likeness: what says whether another call saves as much.
-        nbytes: saved in it.
-        moves: whether that moves to the host.
-        is_watched: what it saves passes through the hooks.
+        likeness: equal for calls that save as much.
+        nbytes: bytes saved in it.
+        moves: whether they move to the host.
+        is_watched: whether saved tensors pass through the hooks.
         before: the call before it in forward; None for the first, and when it is over.
-        saved: what is saved and still needed, by its memory. The graph owns it.
+        saved: the saved tensors that are still needed, by memory. The graph owns them.
     """
 
     def __init__(self, offload: ActivationOffload, before: "_Call | None", likeness: Any):
@@ -250,11 +250,11 @@ class _Call:
 
     @property
     def is_alive(self) -> bool:
-        """Whether backward may still come to it."""
+        """Whether backward may still reach it."""
         return bool(self.saved) or (self._in_graph is not None and self._in_graph() is not None)
 
     def await_backward(self, result: Any) -> None:
-        """Without hooks for saved tensors: learn from the graph when backward begins, and if it was dropped."""
+        """Without saved-tensor hooks: learn from the graph when backward begins, or that the graph was dropped."""
         for tensor in tensors_in(result):
             if tensor.grad_fn is not None:
                 reached = _Reached(self.offload)
@@ -269,12 +269,12 @@ class _Call:
             saved.move()
 
     def free_moved(self) -> None:
-        """Free what has moved."""
+        """Free the device memory of what has moved."""
         for saved in self.saved.values():
             saved.free()
 
     def fetch(self) -> None:
-        """Begin to bring back everything; once."""
+        """Start to copy everything back; only once."""
         if self.saved:
             saved, self.saved = self.saved, WeakValueDictionary()
             for each in saved.values():
@@ -282,7 +282,7 @@ class _Call:
 
 
 class _Reached:
-    """A hook of a node of autograd, which owns it."""
+    """A hook on a node of the autograd graph, which owns it."""
 
     def __init__(self, offload: ActivationOffload):
         self._offload = offload
@@ -295,7 +295,7 @@ class _Saved:
     """A saved tensor, on the device, on the host, or on both.
 
     Attributes:
-        call: that saved it.
+        call: the call that saved it.
         version: its version when it was saved.
     """
 
@@ -308,7 +308,7 @@ class _Saved:
         self._device = tensor.device
 
     def move(self) -> None:
-        """Begin to copy it to the host."""
+        """Start to copy it to the host."""
         tensor = self._tensor
         if tensor is None or self._host is not None:
             return
@@ -329,7 +329,7 @@ class _Saved:
             self._tensor = None
 
     def fetch(self) -> None:
-        """Begin to copy it to the device, if it is not there."""
+        """Start to copy it to the device, if it is not there."""
         if self._host is None:
             return
         if self._tensor is not None:
@@ -351,7 +351,7 @@ class _Saved:
         streams_for(self._device).wait(self._done)
 
     def value(self) -> torch.Tensor:
-        """The tensor, on the device. A second backward over the same graph gets it too."""
+        """The tensor, on the device. Still available to a second backward over the same graph."""
         assert self._tensor is not None
         self.call.offload.arrived(self)
         self._check()
@@ -370,7 +370,7 @@ _offloads: "WeakKeyDictionary[nn.Module, ActivationOffload]" = WeakKeyDictionary
 
 
 class Offloading(nn.Module):
-    """Mixed into the class of a block whose activations are offloaded."""
+    """A mixin that marks blocks whose activations are offloaded."""
 
 
 def _likeness(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -384,7 +384,7 @@ def _likeness(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @cache
 def _offloading_class(cls: Any) -> Any:
-    """A subclass whose calls save through the hooks."""
+    """A subclass whose calls run under the saved-tensor hooks."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         offload = _offloads.get(self)

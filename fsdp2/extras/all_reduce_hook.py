@@ -14,7 +14,7 @@ from fsdp2.settings import change_settings, groups_of
 
 
 class _OnStream:
-    """Calls the hook on a stream of the user's."""
+    """Calls the hook on the user's stream."""
 
     def __init__(self, hook: Callable[[torch.Tensor, DeviceMesh], None], stream: Any):
         self._hook, self._stream = hook, stream
@@ -22,7 +22,7 @@ class _OnStream:
     def __call__(self, flat: torch.Tensor, mesh: DeviceMesh, streams: Streams) -> None:
         if self._stream is None or streams.lazy:
             return self._hook(flat, mesh)
-        # The current stream owns `flat` and waits until the hook's stream has finished with it.
+        # The current stream owns `flat`, and waits until the hook's stream has finished with it.
         ready = streams.record()
         with self._stream:
             streams.wait(ready)

@@ -1,14 +1,15 @@
 """`balance`: which sequences of a global batch each rank runs, in which microbatch. Layer: extras.
 
-Ranks wait for each other in each unit, so a turn of microbatches, one a rank, takes as long as its largest::
+Ranks wait for each other in each unit, so a turn (one microbatch per rank) takes as long as its largest microbatch::
 
     turn      0                    1
     rank 0    [longest]            [....] [..] [..]      the sequences of a microbatch are packed: their tokens
     rank 1    [.....] [....]       [....] [...] [.]      in one row, at most `max_tokens`
     rank 2    [.....] [...] [.]    [...] [...] [..]
 
-Costs go to the microbatch that has least so far, largest first ("LPT": R. L. Graham, "Bounds on Multiprocessing Timing
-Anomalies", 1969). A sequence that costs more than a microbatch's share has a turn of its own, which others fill up.
+The largest sequences are placed first, each in the cheapest microbatch so far ("LPT": R. L. Graham, "Bounds on
+Multiprocessing Timing Anomalies", 1969). A sequence that costs more than a microbatch's share opens a turn, which is
+filled up with others.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,19 +24,19 @@ _Bin = tuple[float, int, int, list[int]]  # a microbatch: its cost, its number, 
 def balance(
     lengths: Sequence[int], num_ranks: int, max_tokens: int, cost: Callable[[int], float] = float
 ) -> list[list[list[int]]]:
-    """Cut a global batch into microbatches of about equal cost. Without communication: all ranks that pass the same
-    arguments get the same.
+    """Split a global batch into microbatches of about equal cost. No communication: ranks that pass the same arguments
+    get the same result.
 
     Args:
         lengths: tokens of each sequence of the global batch; 1 or more.
-        num_ranks: ranks that have different data: those of the data-parallel mesh.
-        max_tokens: in a microbatch. Activations need memory for so many.
-        cost: of a sequence of that length; `fsdp2.plan.sequence_cost` counts it for a model. By default each token
-            costs the same: attention is for free.
+        num_ranks: ranks with different data, that is, of the data-parallel mesh.
+        max_tokens: the most tokens in a microbatch; activations must fit into memory for this many.
+        cost: the cost of a sequence of a given length; `fsdp2.plan.sequence_cost` computes it for a model. By default
+            each token costs the same, so attention is ignored.
 
     Returns:
-        For each rank its microbatches, each a list of indices into `lengths`. Ranks may have different numbers, for
-        `join`. No microbatch is empty.
+        For each rank its microbatches, each a list of indices into `lengths`. None is empty. Ranks may get different
+        numbers of them: use `join`.
 
     Raises:
         ArgumentError: a sequence is longer than `max_tokens`, or has no tokens.
@@ -80,8 +81,8 @@ def _fill(
     max_tokens: int,
     level: float = inf,
 ) -> tuple[list[tuple[float, list[int]]], list[int]]:
-    """Put sequences into `count` microbatches, none of which may cost more than `level`. Returns those that are not
-    empty, with their costs, and the sequences that found no room."""
+    """Put sequences into `count` microbatches that cost at most `level` each. Returns the non-empty ones with their
+    costs, and the sequences that do not fit."""
     shortest = min(lengths[index] for index in waiting)
     heap: list[_Bin] = [(0.0, number, 0, []) for number in range(count)]
     full: list[_Bin] = []

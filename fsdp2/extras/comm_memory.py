@@ -1,15 +1,13 @@
-"""Where a unit's communication buffers come from: the process group's own memory, or symmetric memory. Layer: extras.
+"""Communication buffers from the process group's own memory, or in symmetric memory: two setters. Layer: extras.
 
-Implements two setters of `FSDPModule`, which it adds to `hooks.setters`.
-
-Both allow a backend to be faster than with ordinary memory (NCCL: zero-copy over NVLink SHARP and InfiniBand;
-copy-engine all-gathers). They are kinds of *memory* below the backend's own flat collectives::
+With both a backend can be faster than with ordinary memory (NCCL: zero-copy over NVLink SHARP and InfiniBand;
+copy-engine all-gathers). They are kinds of *memory* for the backend's own flat collectives::
 
     memory = GroupMemory(group, device)
     comm = CustomComm(base, FlatAllGather(memory), FlatReduceScatter(memory))
 
-Not yet confirmed on a GPU: everything but the errors. The group's own memory needs a device with multicast, symmetric
-memory needs ranks that can map each other's; the ranks of the tests share a GPU, and have neither.
+Only the errors have been tested on a GPU. The group's own memory needs a device with multicast, and symmetric memory
+needs ranks that can map each other's memory; the tests' ranks share one GPU and have neither.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +33,7 @@ from fsdp2.settings import groups_of
 
 
 class Memory(Protocol):
-    """Allocates uninitialised 1-D buffers; every rank of the group requests the same ones in the same order."""
+    """Allocates uninitialised 1-D buffers. Every rank of the group must request the same ones in the same order."""
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 
@@ -44,7 +42,7 @@ class GroupMemory:
     """Memory that `group`'s backend allocated (``set_allocate_memory_from_process_group_for_comm``).
 
     Raises:
-        UnsupportedError: the backend has none on `device`.
+        UnsupportedError: the backend has no such memory on `device`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
@@ -65,8 +63,8 @@ class SymmetricMemory:
 
     Raises:
         ArgumentError: `backend` is not ``"NCCL"``.
-        UnsupportedError: `device` is no CUDA device, its backend in `group` is not NCCL, torch has no NCCL symmetric
-            memory, or the ranks cannot map each other's.
+        UnsupportedError: `device` is not a CUDA device, its backend in `group` is not NCCL, torch has no NCCL symmetric
+            memory, or the ranks cannot map each other's memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, backend: str = "NCCL"):
@@ -162,6 +160,6 @@ def _use_memory(module: object, call: str, make: Callable[..., Memory] | None) -
             customise(group, in_memory=(None, None))
         else:
             memory = make(shard_group, group.roles.device)
-            # Rows that are narrower than their sum are sent by an exchange of our own.
+            # With a `reduce_scatter_dtype` gradients go through `NarrowComm` instead.
             is_flat = unit_for(module).policy.reduce_scatter_dtype is None
             customise(group, in_memory=(FlatAllGather(memory), FlatReduceScatter(memory) if is_flat else None))

@@ -1,8 +1,8 @@
 """`copy.copy` and `copy.deepcopy` of sharded modules: for EMA, teachers, snapshots. Layer: extras.
 
 A copy is a sharded module on the same mesh, with its own shards, units and hooks. Copying does not communicate.
-`deepcopy` copies modules from the outside in and does not handle units, so a unit's copy starts empty and is filled
-whenever one of its modules has been copied.
+`deepcopy` copies modules from the outside in and knows nothing of units. So the copy of a unit starts empty, and is
+filled whenever one of its modules has been copied.
 """
 
 import copy
@@ -53,7 +53,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     copied_units: list[Unit] = memo.setdefault(id(_COPIED_UNITS), [])
     copied_units.append(unit)
     for other in copied_units:
-        # A unit that borrows from another adds names to the other's parameters.
+        # A borrowed group's parameters have names in the borrowing unit too.
         if other is unit or _lent(other, memo) or any(group in unit.groups for group in other.borrowed):
             _fill(other, memo)
     for other in copied_units:
@@ -70,8 +70,8 @@ def _lent(unit: Unit, memo: dict[int, Any]) -> list[Bucket]:
 
 
 def _fill(old: Unit, memo: dict[int, Any]) -> None:
-    """Fill the copy of `old` with the groups that `old` manages, as far as their modules have been copied, and with
-    the borrowed groups whose owner has not been copied."""
+    """Fill the copy of `old` with its groups, as far as their modules have been copied, and with the borrowed groups
+    whose owner has not been copied."""
     new: Unit = memo[id(old)]
     lent = _lent(old, memo)
     kept = []
@@ -92,7 +92,7 @@ def _fill(old: Unit, memo: dict[int, Any]) -> None:
 
 
 def follow_settings(group: Bucket, other: Bucket) -> None:
-    """Let `group` have what was set for `other`, of the same roles."""
+    """Apply to `group` what was set for `other`, which has the same roles."""
     group.smaller = other.smaller
     set_keep(group, other.keep)
     own, theirs = group.channel, other.channel
@@ -127,7 +127,7 @@ def _cloned(param: ManagedParameter) -> nn.Parameter:
 
 
 def _emptied(unit: Unit) -> tuple[Any, tuple[()]]:
-    """How to make an empty unit with the settings of `unit`."""
+    """The constructor of an empty unit with the settings of `unit`, and its arguments."""
     return partial(Unit, [], [], unit.device, unit.policy, unit.settings), ()
 
 

@@ -1,12 +1,12 @@
-"""`AllGather`, `ReduceScatter`: collectives that the user has written, in place of the backend's. Layer: extras.
+"""`AllGather`, `ReduceScatter`: user-defined collectives that replace the backend's. Layer: extras.
 
 The two interfaces are those of torch's FSDP2 (`torch.distributed.fsdp`'s ``set_custom_all_gather`` and
-``set_custom_reduce_scatter``), so that an object written for one library works with the other; only the methods matter,
-and no subclass is required. `CustomComm` calls them, and two setters of `FSDPModule` use that. A whole group is sent in
+``set_custom_reduce_scatter``), so that an object written for one library works with the other. Only the methods matter;
+no subclass is required. `CustomComm` calls them, and two setters of `FSDPModule` install it. A whole group is sent as
 one flat tensor, as the interfaces require::
 
-    all-gather       operand's own range --copy--> own slice of what `allocate` gave ==call==> all --copy--> operand
-    reduce-scatter   source --copy--> what `allocate` gave ==call==> what `allocate` gave --copy--> output
+    all-gather       operand's own range --copy--> own slice of allocated tensor ==call==> all --copy--> operand
+    reduce-scatter   source --copy--> allocated tensor ==call==> allocated tensor --copy--> output
 """
 
 from abc import ABC, abstractmethod
@@ -43,15 +43,16 @@ class AllGather(ABC):
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a contiguous 1-D tensor of `size` with any content: the output of the next call. It is dropped when
-        it has been copied out; an implementation that reuses it must not return it again before that."""
+        """Return a contiguous 1-D tensor of `size` with any content: the output of the next call. It is dropped once
+        copied out; an implementation that reuses memory must not return it again before that."""
 
     @abstractmethod
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Fill `output_tensor`, ``[ranks * n]``, with the `input_tensor`, ``[n]``, of every rank in rank order; this
-        rank's is its slice of the output. `async_op` is True: the call may return before the all-gather is complete.
+        """Fill `output_tensor`, ``[ranks * n]``, with the `input_tensor`, ``[n]``, of every rank in rank order. This
+        rank's `input_tensor` is its slice of the output. `async_op` is True: the call may return before the all-gather
+        is complete.
 
         Returns:
             A handle whose `wait` is called before the output is read, or None if it may be read at once (on an
@@ -68,8 +69,7 @@ class ReduceScatter(ABC):
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a contiguous 1-D tensor of `size` with any content. It is dropped when the output has been copied
-        out."""
+        """Return a contiguous 1-D tensor of `size` with any content. It is dropped once the output is copied out."""
 
     @abstractmethod
     def __call__(
@@ -104,7 +104,7 @@ def allocated(
 
 
 class CopyOut(NamedTuple):
-    """A custom collective in flight, whose results are copied to their destinations; `kept` is what it reads."""
+    """A custom collective in flight. Its results are copied to their destinations; `kept` holds what it reads."""
 
     works: Sequence[dist.Work | None]
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -125,7 +125,7 @@ Pair = tuple[AllGather | None, ReduceScatter | None]
 class CustomComm(Comm):
     """`base` with its all-gather, its reduce-scatter, or both replaced by custom ones.
 
-    The direct lane is off for the replaced collectives. Every rank must replace the same collectives.
+    The replaced collectives do not use the direct lane. Every rank must replace the same ones.
     """
 
     def __init__(self, base: Comm, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None):
@@ -135,8 +135,8 @@ class CustomComm(Comm):
         self.direct_min_bytes = base.direct_min_bytes if all_gather is None else None
         self.direct_allows_uneven = base.direct_allows_uneven
         self.has_average = base.has_average or reduce_scatter is not None
-        self.by_user: Pair = (None, None)  # the collectives above that come from the user, and those that only use
-        self.in_memory: Pair = (None, None)  # other memory
+        self.by_user: Pair = (None, None)  # those of the collectives above that come from the user
+        self.in_memory: Pair = (None, None)  # those that only use other memory
 
     def scatter_lane(self, layout: ShardLayout, itemsize: int) -> Lane:
         if self.custom_reduce_scatter is None:
@@ -192,8 +192,8 @@ def customised_by_user(group: Bucket) -> bool:
 
 
 def customise(group: Bucket, by_user: Pair = (None, None), in_memory: Pair | None = None) -> None:
-    """Let the group use the user's collectives, None of which leaves one unchanged; and where the user has set none,
-    those `in_memory`."""
+    """Let the group use the user's collectives (None leaves one unchanged), and `in_memory` where the user has set
+    none."""
     old = group.channel.comm if isinstance(group.channel.comm, CustomComm) else CustomComm(group.channel.comm)
     by_user = (by_user[0] or old.by_user[0], by_user[1] or old.by_user[1])
     in_memory = old.in_memory if in_memory is None else in_memory
@@ -219,7 +219,7 @@ def _set_reduce_scatter(module: object, comm: ReduceScatter) -> None:
 
 
 def _groups_of_one_mesh(module: object, call: str) -> list[Bucket]:
-    """The unit's groups that have something to gather, which must be on one mesh."""
+    """The unit's groups that are sharded, which must be on one mesh."""
     groups = groups_of(module)
     meshes = {group.roles.mesh for group in groups}
     if len(meshes) > 1:

@@ -1,4 +1,4 @@
-"""Gradients that are finalised by hand, as in torch 2.15: `FSDPModule.set_manual_backward_finalization` and
+"""Manual finalisation of gradients, as in torch 2.15: `FSDPModule.set_manual_backward_finalization` and
 `finalize_backward`. Layer: extras.
 
 ::
@@ -6,8 +6,8 @@
     forward -> backward -> forward -> backward -> finalize_backward()                                gradients complete
                                                   finalize_backward(async_op=True) -> handle.wait()  gradients complete
 
-The first backward in this mode leaves its gradients, and so do the others until `finalize_backward`, even if the mode
-is turned off.
+Once a backward in this mode has left its gradients unreduced, all later ones do the same until `finalize_backward`,
+even if the mode is turned off.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from fsdp2.runtime.unit import Unit, unit_for
 
 _MODE = "manual_finalization"  # in `UnitSettings.features` of a root
 
-# Called with the step before gradients are finalised; may refuse.
+# Called with the step before gradients are finalised; may raise.
 before_finalize: list[Callable[[Step], None]] = []
 
 
@@ -54,15 +54,15 @@ class GradientReductionHandle:
         return self._step is not None and self._step() is step
 
     def is_alive(self) -> bool:
-        """Whether its root was not freed without having been waited for."""
+        """Whether its root still exists, so that it can be waited for."""
         return self._step is not None and self._step() is not None
 
     def discard(self) -> None:
-        """Its reductions are thrown away."""
+        """Its reductions were discarded."""
         self._is_void = True
 
 
-# The finalisation that must be waited for, by reductions, which several roots may share.
+# The handle that must be waited for, by the reductions, which several roots may share.
 _waiting: WeakKeyDictionary[InFlight, GradientReductionHandle] = WeakKeyDictionary()
 _left: WeakSet[Step] = WeakSet()  # the last backward left its gradients
 _finalizing: list[Step] = []
@@ -74,7 +74,7 @@ def is_manual(root: Unit) -> bool:
 
 
 def leaves_gradients(step: Step) -> bool:
-    """Whether the backward that runs, or ran last, leaves its gradients until they are finalised."""
+    """Whether the running or last backward leaves its gradients until they are finalised."""
     return step in _left
 
 

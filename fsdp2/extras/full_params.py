@@ -4,7 +4,7 @@
 
     enter    reshard; gather each parameter in its original dtype; the slots hold whole ones, the units manage nothing
     body     the model is a plain one: read, change, initialise, load, save, run it
-    leave    copy each rank's rows of the whole parameters into the sharded ones; the slots hold the sharded ones again
+    leave    copy this rank's rows of the whole parameters into the sharded ones; the slots hold these again
 
 The hooks of a unit that manages nothing do nothing, so a forward in the body computes with the whole parameters and
 does not communicate.
@@ -48,18 +48,18 @@ def full_params(
     with_grads: bool = False,
 ) -> Iterator[None]:
     """Within this context the modules hold whole, plain `nn.Parameter`s in their original dtype, under their own names;
-    tied names hold one object. On exit the modules hold the same sharded parameters as before, with the changes written
-    into them.
+    tied names hold one object. On exit the modules hold the same sharded parameters as before, updated with the
+    changes.
 
     Collective: every rank of the mesh must enter it, for the same module, at the same point between two iterations. It
-    needs memory for all these parameters at once. A forward in the body runs on the whole parameters in their original
-    dtype, without communication (not possible in a tensor-parallel model, whose layers expect DTensors). A backward to
-    them is an error: it would give each rank its own gradients.
+    needs memory for all these parameters at once. A forward in the body uses the whole parameters in their original
+    dtype, without communication (not possible in a tensor-parallel model, whose layers expect DTensors). A backward
+    through them raises: the gradients would differ between ranks.
 
     Args:
         module: the units at and below it are gathered; parameters of a unit above it stay sharded.
-        write_back: on exit each rank takes its rows of the current values, also if a parameter was replaced by another
-            of the same shape; so all ranks must make the same changes. False: changes are dropped. They are also
+        write_back: on exit each rank copies its rows of the current values, also if a parameter was replaced by another
+            of the same shape, so all ranks must make the same changes. False: changes are dropped. They are also
             dropped if the body raises, because they may be incomplete or differ between ranks.
         recurse: False gathers only the unit of `module`.
         rank0_only: only the first rank of the mesh holds whole parameters; the others hold sharded ones and cannot run
@@ -72,7 +72,7 @@ def full_params(
         ArgumentError: no unit is at or below `module`; `rank0_only` and `write_back` with `with_grads`, or with
             parameters on several meshes; on exit, a parameter that was replaced by something of another shape (nothing
             is written then).
-        OrderError: a backward reaches the whole parameters. Called in forward or backward, after one that raised, or
+        OrderError: a backward reaches the whole parameters; called in forward or backward, after one that raised, or
             within another `full_params` of the same unit; or parameters are on the meta device. With `rank0_only` and
             `write_back`: another rank has raised.
 
@@ -174,8 +174,7 @@ def _sharded_params(units: Sequence[Unit]) -> list[ManagedParameter]:
 
 
 def _empty(units: Sequence[Unit], undo: ExitStack) -> None:
-    """Until `undo`, let these units manage nothing and cast no inputs, and let no other unit gather their
-    parameters."""
+    """Until `undo`, these units manage nothing and cast no inputs, and no other unit gathers their parameters."""
 
     def change(unit: Unit, **values: Any) -> None:
         for name, value in values.items():
@@ -194,8 +193,8 @@ def _empty(units: Sequence[Unit], undo: ExitStack) -> None:
 
 
 def _settle_new_roots(before: Sequence[tuple[Unit, Step | None, int | None]]) -> None:
-    """A root that ran its first forward in the body saw units without parameters. If all of its units were open, it
-    may have run on one rank alone: its next forward makes it again, on all ranks. Otherwise all ranks ran it: name and
+    """A root that ran its first forward in the body saw units without parameters. If all of its units were open, it may
+    have run on one rank only: the next forward makes the root again, on all ranks. Otherwise all ranks ran it: name and
     check the parameters now."""
     opened = {unit: reshards for unit, _, reshards in before}
     for step in {unit.step for unit, old, _ in before if unit.step is not old}:
@@ -224,7 +223,7 @@ def _gather(param: ManagedParameter, offload_to_cpu: bool, with_grads: bool) -> 
         grad = _whole(sharded.grad, param.roles.device, offload_to_cpu)
     whole = nn.Parameter(data, requires_grad=sharded.requires_grad)
     whole.__dict__.update(sharded.__dict__)  # attributes that the user set
-    note_ignored([whole])  # plain and trainable, but only within the context
+    note_ignored([whole])  # a plain trainable parameter, but only within the context
     if whole.requires_grad:
         whole.register_post_accumulate_grad_hook(partial(_refuse_gradient, param.fqn))
     if grad is not None:
@@ -251,7 +250,7 @@ def _whole(tensor: torch.Tensor, device: torch.device, to_cpu: bool) -> torch.Te
     if to_cpu:
         whole = whole.to("cpu")
     if whole.untyped_storage().data_ptr() == local_tensor(tensor).untyped_storage().data_ptr():
-        whole = whole.clone()  # on a mesh of one rank this is the shard itself, which only a write-back may change
+        whole = whole.clone()  # on a mesh of one rank it is the shard itself, which only a write-back may change
     return whole
 
 
@@ -265,7 +264,7 @@ def _is_first(mesh: DeviceMesh) -> bool:
 
 
 def _forbid_forward(unit: Unit, undo: ExitStack) -> None:
-    """For a rank that does not hold the whole parameters."""
+    """Let forward raise, on a rank that does not hold the whole parameters."""
 
     def refuse(module: nn.Module, args: Any) -> None:
         raise OrderError(
@@ -281,7 +280,7 @@ def _forbid_forward(unit: Unit, undo: ExitStack) -> None:
 
 
 def _failed_rank(mesh: DeviceMesh, has_failed: bool) -> int:
-    """The last rank of the mesh that has failed, so that none writes back; -1 if none has. Collective over it."""
+    """The highest rank of the mesh that has failed, or -1. Collective over the mesh."""
     flag = torch.tensor([dist.get_rank() if has_failed else -1], device=mesh.device_type)
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
@@ -311,8 +310,8 @@ def _check_unchanged_shapes(wholes: dict[ManagedParameter, nn.Parameter]) -> Non
 
 @torch.no_grad()
 def _write_back(param: ManagedParameter, holds: bool, rank0_only: bool, with_grads: bool) -> None:
-    """Copy this rank's rows of the module's current parameter into the sharded one. With `rank0_only` the first rank's
-    parameter is used, and the call is collective over the parameter's mesh."""
+    """Copy this rank's rows of the module's current parameter into the sharded one. With `rank0_only` it uses the first
+    rank's parameter, and is collective over the parameter's mesh."""
     sharded, current = param.sharded, param.slots[0].get()
     assert isinstance(sharded, DTensor)
     if holds:

@@ -1,15 +1,15 @@
 """The hooks that change the all-gather of one parameter: `fsdp_pre_all_gather` and `fsdp_post_all_gather`. Layer:
 extras.
 
-A sharded parameter's local tensor may be of a subclass with these methods (an fp8 or a quantised weight), or have them
-as attributes. Then its all-gather sends the tensors that `pre` returns, and `post` makes the unsharded tensor from the
+A sharded parameter's local tensor may have these methods, from its subclass (an fp8 or a quantised weight) or as
+attributes. Then its all-gather sends the tensors that `pre` returns, and `post` makes the unsharded tensor from the
 received ones::
 
     pre(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)
-    post(gathered tensors, metadata, param_dtype)          -> (unsharded tensor, tensors that it keeps its data in)
+    post(gathered tensors, metadata, param_dtype)          -> (unsharded tensor, tensors that hold its data)
     post(gathered tensors, metadata, param_dtype, out=unsharded tensor) -> None    from the second time on
 
-The gathered tensors have dim 0 times the number of shards. The interface is that of torch's FSDP2::
+Dim 0 of a gathered tensor is that of the sent one times the number of shards. The interface is that of torch's FSDP2::
 
     shard --pre--> tensors ==collective==> `raw` --post--> unsharded parameter
                                            (its data may be in `raw` or in tensors that `post` made)
@@ -50,7 +50,7 @@ class Extension(Protocol):
 
 
 class HookedShards(Shards):
-    """Shards of which some have hooks: these lie in memory of their own, which `post` may have chosen."""
+    """Shards of which some have hooks. Those are gathered into separate memory, which `post` may have chosen."""
 
     def __init__(self, group: Bucket):
         with torch.inference_mode(False), torch.no_grad():
@@ -108,8 +108,8 @@ class _Hooked:
     """The gather of one parameter. The all-gather stream owns `raw` and what `post` allocates.
 
     Attributes:
-        layouts: of the gathered tensors.
-        fulls: the gathered tensors, each with a storage of its own, as in torch: some subclasses refuse offsets.
+        layouts: the layouts of the gathered tensors.
+        fulls: the gathered tensors, each with its own storage, as in torch: some subclasses do not accept offsets.
     """
 
     def __init__(self, param: ManagedParameter):
@@ -130,7 +130,7 @@ class _Hooked:
 
     @property
     def _extension(self) -> Extension:
-        """The hooks of the current sharded parameter, which may have been replaced by another of its kind."""
+        """The hooks of the current sharded parameter, which the user may have replaced."""
         assert self.param.extension is not None
         found: Extension = self.param.extension
         return found
@@ -183,11 +183,11 @@ class _Hooked:
     def alloc(self) -> None:
         """Allocate the tensors that `post` made."""
         for storage, nbytes in self._inner:
-            if storage.nbytes() != nbytes:  # torch moves memory even if it has this size already
+            if storage.nbytes() != nbytes:  # torch reallocates even if the size does not change
                 storage.resize_(nbytes)
 
     def alloc_raw(self) -> None:
-        """Allocate what a gather fills, which one on the smaller mesh does not need."""
+        """Allocate the tensors that a gather fills. (A gather on the smaller mesh does not need them.)"""
         for raw in self._raw:
             raw.alloc()
 
@@ -234,7 +234,7 @@ def _source_of(group: Bucket) -> HookedShards | None:
 
 
 def _check_drafts(drafts: Sequence[Draft]) -> None:
-    """Raise `UnsupportedError` for tensor subclasses, and tensors with hooks, that cannot be sharded as was asked."""
+    """Raise `UnsupportedError` for tensor subclasses and tensors with hooks that cannot be sharded as requested."""
     for draft in drafts:
         for param, plan in draft.planned:
             _check(draft.places[param][0], draft.placing.local(param), plan, draft.placing)

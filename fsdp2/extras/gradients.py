@@ -1,4 +1,4 @@
-"""What few gradients need: zeros where some ranks have none, and hooks of sharded parameters. Layer: extras."""
+"""Zeros for gradients that only some ranks have, and `register_hook` of sharded parameters. Layer: extras."""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,7 +28,7 @@ def _fill(params: Params, grads: list[torch.Tensor | None], which: bool | frozen
 
 
 def _hooked(param: ManagedParameter, local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """What the user's `register_hook` hooks make of a reduced gradient; autograd has not run them."""
+    """Run the user's `register_hook` hooks, which autograd has not run, on a reduced gradient. Returns their result."""
     grad = distributed(local, spec, param.sharded.device)
     for hook in (backward_hooks_of(param.sharded) or {}).copy().values():
         changed = hook(grad)

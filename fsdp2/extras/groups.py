@@ -1,4 +1,4 @@
-"""Process groups that no mesh has, and the setter `set_separate_reduce_scatter_group`. Layer: extras."""
+"""Process groups that belong to no mesh, and the setter `set_separate_reduce_scatter_group`. Layer: extras."""
 
 from weakref import WeakKeyDictionary
 
@@ -17,18 +17,19 @@ _separate = WeakKeyDictionary()
 
 
 def separate_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of `group`'s ranks and backends, for reduce-scatters beside all-gathers (tests/behaviour.md, 140).
+    """A second group of `group`'s ranks and backends, so that reduce-scatters run in parallel with all-gathers
+    (tests/behaviour.md, 140).
 
     On NCCL a group is one communicator, which runs one collective at a time on any stream; two groups can run two. The
-    first call for these ranks and backends creates the group, for which every rank of `group` must call it, in the same
-    order among the calls that create groups. Other ranks need not: with HSDP each rank knows only its own shard group.
+    first call for these ranks and backends creates the group. All ranks of `group` must call it, in the same order
+    among calls that create groups; other ranks need not, since with HSDP a rank knows only its own shard group.
     """
     return _group(dist.get_process_group_ranks(group), dist.get_backend_config(group), "reduce_scatter")
 
 
 def group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A group of all ranks of a mesh: one that exists (the default group, or that of an axis), or a new one. Every rank
-    of the mesh must call it, in the same order among the calls that create process groups."""
+    """A group of all ranks of a mesh: an existing one (the default group, or that of an axis), or a new one. Every rank
+    of the mesh must call it, in the same order among calls that create process groups."""
     world = dist.group.WORLD
     assert world is not None
     ranks = sorted(mesh.mesh.flatten().tolist())

@@ -1,4 +1,4 @@
-"""Host memory, and `CPUOffloadPolicy`, which keeps shards there. Layer: extras, above policies."""
+"""`CPUOffloadPolicy`: shards in host memory. Layer: extras, above policies."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,18 +19,18 @@ from fsdp2.runtime.streams import Streams
 from fsdp2.runtime.unit import Unit
 
 HOST = torch.device("cpu")
-# The last of these is host memory. In a plan another device stands for it.
+# The last of these is the device of host memory. A plan substitutes another device.
 _HOSTS = [HOST]
 
 
 def host() -> torch.device:
-    """The device of host memory; within `standing_for_host`, what stands for it."""
+    """The device of host memory, or its substitute within `standing_for_host`."""
     return _HOSTS[-1]
 
 
 @contextmanager
 def standing_for_host(device: torch.device) -> Iterator[None]:
-    """In the block, what is offloaded goes to `device`: in a plan the CPU's memory is that of the accelerator."""
+    """In the block, offloaded tensors go to `device`, since in a plan the CPU device stands for the accelerator."""
     _HOSTS.append(device)
     try:
         yield
@@ -58,7 +58,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     @property
     def pins(self) -> bool:
-        """Whether what lives in host memory is page-locked."""
+        """Whether host memory is page-locked."""
         return self.pin_memory
 
 
@@ -84,7 +84,7 @@ def _own_policy(policy: Any) -> OffloadPolicy:
 
 
 def _check_home(units: Sequence[Unit]) -> None:
-    """Raise if parameters are not where offload keeps them."""
+    """Raise if parameters are not on the device to which they are offloaded."""
     for unit in units:
         sharded = [group for group in unit.groups if group.phase is Phase.SHARDED]
         held = [(param.plan.offload.home, param.fqn, param.held) for group in sharded for param in group.params]
@@ -103,8 +103,8 @@ def _follow_root(step: Step) -> None:
 
 
 def _wait_for_copies(streams: Streams) -> None:
-    """After a forward without a backward: let the host wait until shards have been copied from its memory. It may
-    change them next, and no order of streams applies to that. (After a backward it has waited for gradients.)"""
+    """After a forward without a backward: let the host wait until the shards have been copied from its memory. It may
+    change them next, and stream order does not apply to the host. (After a backward it has waited for gradients.)"""
     if not torch.is_grad_enabled():
         with streams.gathering():
             copied = streams.record()

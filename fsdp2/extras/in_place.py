@@ -1,4 +1,4 @@
-"""Changes in place of unsharded parameters, outside of forward and backward, reach the shards. Layer: extras."""
+"""In-place changes of unsharded parameters, outside of forward and backward, reach the shards. Layer: extras."""
 
 import torch
 
@@ -12,7 +12,7 @@ def copy_back(param: ManagedParameter) -> None:
     """Copy this rank's rows into the shard.
 
     Raises:
-        OrderError: the all-gather sends something other than the shard.
+        OrderError: the all-gather sends something else than the shard.
     """
     if param.is_extended:
         raise OrderError(
@@ -21,7 +21,7 @@ def copy_back(param: ManagedParameter) -> None:
         )
     rows, shard = own_rows(param)
     rows = rows.to(shard.device)
-    # Where the compute dtype is a shorter one, elements that were not changed keep all their digits.
+    # If the compute dtype is narrower, elements that were not changed keep their full precision.
     same = rows == shard.to(rows.dtype)
     shard.copy_(torch.where(same, shard, rows.to(shard.dtype)))
     torch.autograd.graph.increment_version(param.sharded)

@@ -1,16 +1,15 @@
-"""int8 with one scale per block: an all-gather with a quarter of the bytes of fp32, half those of bf16. Layer: extras.
+"""int8 all-gathers with one scale per block: a quarter of the bytes of fp32, half of those of bf16. Layer: extras.
 
-`Int8Shards` is the source of groups with ``MixedPrecisionPolicy(all_gather_dtype=torch.int8)``. The rest are pure
-functions.
+`Int8Shards` is the source of groups with ``MixedPrecisionPolicy(all_gather_dtype=torch.int8)``; the functions are pure.
 
-Symmetric, by the largest magnitude of the block, like the quantised weights of ZeRO++ (qwZ, arXiv:2306.10209, 3.1):
-with one scale for a whole tensor an outlier would leave no precision for all others. Every dim but the
-last is a batch dim, so that the data of several ranks is dequantised in one call::
+Symmetric quantisation by the largest magnitude of each block, like the weights of ZeRO++ (qwZ, arXiv:2306.10209, 3.1):
+with one scale for a whole tensor, an outlier would leave no precision for all other values. Every dim but the last is a
+batch dim, so that the data of several ranks is dequantised in one call::
 
     x  [..., n]   ->   q int8 [..., n],  scales fp32 [..., ceil(n / block)]         x is near q * scale
 
-Scales are fp32: 1.6 % of the bytes at 256 elements a block. bf16 scales would save half of that, but the
-largest values would be off by up to a quarter of a step, and also be clipped.
+Scales are fp32: 1.6 % of the bytes at 256 elements per block. bf16 scales would save half of that, but the largest
+values would be off by up to a quarter of a step, and be clipped.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from fsdp2.runtime.source import Shards
 from fsdp2.runtime.storage import FlatStorage
 
 DEFAULT_BLOCK = 256
-_MAX = 127  # -128 is not used: symmetric
+_MAX = 127  # symmetric: -128 is not used
 
 
 def quantise(values: torch.Tensor, block: int = DEFAULT_BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +47,7 @@ def quantise(values: torch.Tensor, block: int = DEFAULT_BLOCK) -> tuple[torch.Te
         most half a scale (and fp32 rounding). A block with an infinity or a NaN has scale NaN and comes back as NaN.
 
     Raises:
-        ArgumentError: `values` are not floating point, have no dim, or `block` is less than 1.
+        ArgumentError: `values` is not floating point or has no dim, or `block` is less than 1.
 
     Example:
         >>> quantise(torch.tensor([-2.54, 0.0, 0.021]), block=2)
@@ -100,12 +99,12 @@ def dequantise(q: torch.Tensor, scales: torch.Tensor, block: int, out: torch.Ten
 
 
 class Int8Shards(Shards):
-    """The values that int8 shards give. Every rank dequantises the same numbers, including its own rows, so all ranks
-    compute with the same parameters::
+    """Gathers shards in int8. Every rank dequantises the same numbers, including its own rows, so all ranks compute
+    with the same parameters::
 
         | weight | bias | --quantise--> int8, scales ==collective==> those of all ranks --dequantise--> parameters
 
-    Each parameter's padded shard begins a block, and its last block is filled with zeros.
+    Each parameter's padded shard starts a new block, and its last block is filled up with zeros.
     """
 
     def __init__(self, group: Bucket):
@@ -132,7 +131,7 @@ class Int8Shards(Shards):
         values = torch.zeros(self._first[-1] * DEFAULT_BLOCK, device=group.roles.device)
         for param, block in zip(group.params, self._first, strict=False):
             first = block * DEFAULT_BLOCK
-            flat = param.flat.to(values.device, non_blocking=True)  # where it is cast, too
+            flat = param.flat.to(values.device, non_blocking=True)  # it is cast there too
             values[first : first + flat.numel()].copy_(flat)
         ints, scales = quantise(values.view(-1, DEFAULT_BLOCK))
         gather, sent = self.gather or self._plan(group), [ints.view(-1), scales.view(-1)]

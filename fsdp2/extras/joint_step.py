@@ -1,4 +1,4 @@
-"""`agree_on_step`: one rank's exception is everybody's, and all go on with the next batch. Layer: surface."""
+"""`agree_on_step`: if one rank raises, all ranks raise, and can continue with the next batch. Layer: surface."""
 
 import traceback
 from collections.abc import Iterator
@@ -18,30 +18,30 @@ from fsdp2.watch.watchdog import watchdog
 
 @contextmanager
 def agree_on_step(*models: nn.Module) -> Iterator[None]:
-    """Around the forwards and backwards of one step: all ranks get through, or none does.
+    """Wrap the forwards and backwards of one step: either all ranks complete them, or none does.
 
     If one rank raises (out of memory, a bad batch), the others stop before their next communication, within about half
-    a second, and all of them leave the block with a `StepError` that carries the text of the first rank that failed. By
-    then the gradients are gone, parameters are sharded, the random number generators of the CPU and of the accelerator
-    are as before the block, and the process groups can be used: catch the error, and go on with the next batch, which
-    gives the same numbers as if this one had not been. What else the block has changed, such as running means of batch
-    norm, stays.
+    a second. All ranks leave the block with a `StepError` that carries the message of the first rank that failed. By
+    then gradients are dropped, parameters are sharded, the random number generators of the CPU and of the accelerator
+    are as before the block, and the process groups are usable. Catch the error and continue with the next batch, which
+    gives the same numbers as if the failed step had not run. Other changes made in the block, such as the running
+    means of batch norm, stay.
 
-    Every rank of the default process group enters it, equally often. Put all microbatches of a step into one block, and
-    clip and step after it. It costs one exchange of a few bytes with the store of the process group.
+    Every rank of the default process group must enter it, equally often. Put all microbatches of a step into one block,
+    and clip and step after it. It costs one exchange of a few bytes through the store of the process group.
 
     Args:
-        models: all roots that communicate in the block, or modules that contain them; at least one. The gradients of
-            their parameters are gone after a failure, also those of backwards before the block.
+        models: all roots that communicate in the block, or modules that contain them; at least one. After a failure the
+            gradients of their parameters are dropped, including those of backwards before the block.
 
     Raises:
-        ArgumentError: there are no models.
-        StepError: a rank has raised an exception; on all ranks.
-        CollectiveError: a rank has died, or ranks cannot come to the same place: one is in communication that is not
-            fsdp2's, such as tensor parallelism, or in one that the rank which failed had not made before, because it
+        ArgumentError: no models were given.
+        StepError: a rank has raised an exception; raised on all ranks.
+        CollectiveError: a rank has died, or the ranks cannot stop at the same place: one is in communication that is
+            not fsdp2's, such as tensor parallelism, or in a collective that the failed rank has never run, because it
             failed in its first step.
-        OrderError: at the entry: it is within another one; `safety(False)`; or, on one rank alone, its watchdog has
-            lost the store, and ended.
+        OrderError: on entry: the block is nested in another one; `safety(False)`; or, on one rank only, its watchdog
+            has lost the store and ended.
 
     Example::
 
@@ -70,7 +70,7 @@ def agree_on_step(*models: nn.Module) -> Iterator[None]:
 
     def reset() -> None:
         for model in models:
-            # By unit, because the model may be around its roots, as one of torch.compile is.
+            # By unit, because the model may wrap its roots, as torch.compile does.
             for step in dict.fromkeys(unit.step for unit in units_below(model)):
                 if step is not None:
                     step.reset()
@@ -88,7 +88,7 @@ def agree_on_step(*models: nn.Module) -> Iterator[None]:
         except CollectiveError:
             raise
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # what they hold is the memory that was missing
+            traceback.clear_frames(error.__traceback__)  # their variables hold the memory that ran out
             rank = dist.get_rank() if dist.is_initialized() else 0
             why = f"rank {rank}: {type(error).__name__}: {error}"
             if step is None:

@@ -1,9 +1,9 @@
-"""Values that a group keeps when it reshards, so that it need not gather them again. Layer: extras.
+"""What a group keeps at reshard, so that it need not allocate or gather again. Layer: extras.
 
 ==================  ================================================================================================
 `SameAddress`       the memory, not its values: `set_keep_unsharded_storage`
-`Frozen`, `OnHost`  of frozen parameters, on the device or as a copy in host memory: `ZeroPolicy(keep_frozen=...)`
-`Evaluated`         of a root between two forwards without gradients, if the shards of all ranks still have them
+`Frozen`, `OnHost`  frozen parameters, on the device or as a copy in host memory: `ZeroPolicy(keep_frozen=...)`
+`Evaluated`         a root's, between two forwards without gradients, unless the shards of any rank change
 ==================  ================================================================================================
 """
 
@@ -40,10 +40,10 @@ class SameAddress(Around):
 
 
 class Keeping(Around):
-    """Keeps memory and values where it is told to.
+    """Keeps memory and values when `keep` is called.
 
     Attributes:
-        is_current: asks whether the kept values are those that a gather would give; None if there are none.
+        is_current: whether the kept values are those that a gather would give, as a function; None if nothing is kept.
     """
 
     is_current: Callable[[], bool] | None = None
@@ -53,7 +53,7 @@ class Keeping(Around):
         return self.is_current is not None or self.inner.follows_compute
 
     def keep(self, is_current: Callable[[], bool]) -> None:
-        """In place of a release."""
+        """Called instead of a release."""
         self.is_current = is_current
 
     def start(self, group: Bucket) -> Callable[[], None]:
@@ -68,7 +68,7 @@ class Keeping(Around):
 
 
 class Frozen(Keeping):
-    """While no parameter of the group requires a gradient."""
+    """Keeps while no parameter of the group requires a gradient."""
 
     def release(self, group: Bucket, memory: ReleasedMemory, stays: Stays) -> None:
         if any(group.gradients.trainable):
@@ -79,8 +79,8 @@ class Frozen(Keeping):
 
 
 class Evaluated(Keeping):
-    """After a forward without gradients, of a group whose values can be compared with the shards, and whose gather
-    communicates at all."""
+    """Keeps after a forward without gradients, if the group's values can be compared with the shards, and its gather
+    communicates."""
 
     def release(self, group: Bucket, memory: ReleasedMemory, stays: Stays) -> None:
         roles, is_extended = group.roles, any(param.is_extended for param in group.params)
@@ -93,8 +93,8 @@ class Evaluated(Keeping):
 
 
 class OnHost(Around):
-    """Copies the whole values to host memory at the first reshard, and from there in place of later gathers, both on
-    the all-gather stream, which alone touches the memory: so neither the host nor compute waits for it."""
+    """Copies the whole values to host memory at the first reshard, and from there instead of later gathers. Both run on
+    the all-gather stream, the only one that uses the memory, so neither the host nor compute waits."""
 
     copy: "HostCopy | None" = None
 
@@ -121,8 +121,8 @@ def _is_frozen(group: Bucket) -> bool:
 
 
 class HostCopy:
-    """The whole values of `params`, which are gathered and plain, in the compute dtype; page-locked beside an
-    accelerator. `versions` are those of the sharded parameters that were gathered."""
+    """The whole values of `params`, which are gathered and plain, in the compute dtype; page-locked if the device is an
+    accelerator. `versions`: those of the sharded parameters when they were gathered."""
 
     def __init__(self, params: Sequence[ManagedParameter], versions: list[int]):
         self.versions = versions
@@ -154,14 +154,13 @@ def _for_evaluation(source: Source) -> Source:
 
 
 def _nothing() -> None:
-    """The values are there."""
+    """Nothing to complete."""
 
 
 def _agrees(group: Bucket, versions: list[int]) -> bool:
     """Whether the shards of all ranks have the values that were gathered and kept. Collective over the shard group: one
-    number. The host waits for it, since what is gathered next depends on it. Within a step nobody asks: a shard has no
-    counter that counts all changes (`tensor.data`, and operators on lists of tensors, leave that of a DTensor as it
-    was), so values are compared."""
+    number. The host waits for it, since it decides what is gathered next; it is not called within a step. It compares
+    values because no counter sees all changes: `tensor.data` and foreach operators do not count on a DTensor."""
     if torch.is_grad_enabled():
         return False
     group.settle()
@@ -182,7 +181,7 @@ def _has_shard(param: ManagedParameter) -> bool:
 
 
 def set_keep(group: Bucket, keep: Any) -> None:
-    """Keep something else when the group reshards, a key of `hooks.keeps`; False for nothing."""
+    """Set what the group keeps at reshard: a key of `hooks.keeps`; False for nothing."""
     if group.phase is Phase.PART:
         group.seen.slots.put(group.seen.at_rest)
         with streams_for(group.roles.device).gathering():

@@ -1,8 +1,9 @@
-"""Backward's begin and end of a unit under transforms of `torch.func`, and in forward mode. Layer: above the runtime.
+"""Where a unit's backward begins and ends under transforms of `torch.func` and in forward-mode AD. Layer: above the
+runtime.
 
 Under a transform a tensor is a stack of tensors, one for each transform, and `requires_grad` refers only to the
-uppermost; in forward mode a tensor has a tangent with a separate graph. So what `runtime.autograd` does with hooks is
-done with autograd functions here, which torch applies to every tensor at every level.
+uppermost; in forward mode a tensor has a tangent with a separate graph. So instead of hooks, as in `runtime.autograd`,
+autograd functions are used here, which torch applies to every tensor at every level.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ Callback = Callable[..., None]
 
 
 class _BackwardEnd(torch.autograd.Function):
-    """Identity whose backward calls `end`; a backward through that backward first calls `begin`. In the form that
-    torch.func requires, calling it costs four times as much."""
+    """Identity whose backward calls `end`; a backward through that backward first calls `begin`. A call costs four
+    times as much in this form, which torch.func requires."""
 
     generate_vmap_rule = True
 
@@ -41,8 +42,8 @@ class _BackwardEnd(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _end: None, _begin: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Autograd runs last what was recorded first, so the backward of everything that the unit computes from the
-        # tangents runs before this one. Autograd requires that the result is not the same object as the argument.
+        # These nodes are recorded before the unit computes anything from the tangents, so their backward runs last.
+        # Autograd requires a result that is not the same object as the argument.
         views = tuple(tangent.view_as(tangent) for tangent in tangents)
         return on_backward_end(ctx.end, ctx.begin, views, {})[0]
 
@@ -73,7 +74,7 @@ class _BackwardBegin(torch.autograd.Function):
 def _on_end(
     end: Callback, begin: Callback, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """As `runtime.autograd.on_backward_end`; whether a backward is whole is not known."""
+    """As `runtime.autograd.on_backward_end`; the third result is False."""
     tensors = [tensor for tensor in tensors_in((args, kwargs)) if _is_differentiable(tensor)]
     if not tensors:
         return args, kwargs, False

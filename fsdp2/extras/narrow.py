@@ -1,15 +1,15 @@
-"""`NarrowComm`: gradients that travel in 16 bits and are summed in 32. Layer: extras.
+"""`NarrowComm`: gradients that are sent in 16 bits and summed in 32. Layer: extras.
 
 For ``MixedPrecisionPolicy(reduce_scatter_dtype=...)``. A backend's reduce-scatter sums in the dtype that is sent: in
 bf16 every addition rounds to 8 bits, and the error grows with the number of ranks. Here each rank sends its rows
-unsummed to their owners, an all-to-all, and the owner sums them in the dtype of its output. This sends as many bytes as
-a bf16 reduce-scatter on a ring, half as many as an fp32 one; the price is a buffer of the size of the source. Requested
-in VeOmni#1167, which measured 12-14 % over an fp32 reduce-scatter on 2 x 8 H100::
+unsummed to their owners (an all-to-all), and the owner sums them in the dtype of its output. This sends as many bytes
+as a bf16 ring reduce-scatter, half as many as an fp32 one; it needs a buffer of the size of the source. Requested in
+VeOmni#1167, which measured 12-14 % over an fp32 reduce-scatter on 2 x 8 H100::
 
     rank 0  [g0 | g1]  --bf16-->  [g0 | h0]  ->  float(g0) + float(h0)
     rank 1  [h0 | h1]  --bf16-->  [g1 | h1]  ->  float(g1) + float(h1)
 
-Not confirmed on NCCL: that this is faster than a reduce-scatter of wide rows.
+Whether this is faster than a wide reduce-scatter on NCCL has not been measured.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,11 @@ from fsdp2.runtime import hooks
 
 Call = Callable[[Tensors, Tensors], Pending]
 
-_BLOCK = 64 * 1024  # elements that are widened at a time: 256 KiB in fp32 fit in a core's cache
+_BLOCK = 64 * 1024  # elements to widen at a time: 256 KiB in fp32 fit in a core's cache
 
 
 class NarrowComm(Comm):
-    """`base`, whose reduce-scatters send rows in `dtype` if that is narrower than the sum."""
+    """`base`, with reduce-scatters that send rows in `dtype` if it is narrower than the dtype of the sum."""
 
     def __init__(self, dtype: torch.dtype, base: Comm):
         self.base = base
@@ -59,7 +59,7 @@ class NarrowComm(Comm):
 
 
 class _Sent:
-    """A reduce-scatter in flight, of narrow copies of its sources, which it keeps."""
+    """A reduce-scatter in flight of narrow copies of its sources; keeps the copies alive."""
 
     def __init__(self, dtype: torch.dtype, call: Call, sources: Tensors, outputs: Tensors):
         self.sources = [source.to(dtype) for source in sources]
@@ -72,7 +72,7 @@ def sum_rows(rows: Sequence[torch.Tensor], output: torch.Tensor) -> None:
     Args:
         rows: at least two, of `output`'s size and of one dtype.
     """
-    # An addition of two dtypes is not vectorised, and takes four times as long as a widening copy and an addition.
+    # Adding tensors of two dtypes is not vectorised, and takes four times as long as a widening copy and an addition.
     wide = torch.empty(min(_BLOCK, output.numel()), dtype=output.dtype)
     for total, first, *others in zip(output.split(_BLOCK), *(row.split(_BLOCK) for row in rows), strict=True):
         total.copy_(first)
@@ -81,7 +81,7 @@ def sum_rows(rows: Sequence[torch.Tensor], output: torch.Tensor) -> None:
 
 
 class WideReduceScatter:
-    """A reduce-scatter in flight as an all-to-all, and the sum that follows. Any backend; equal ranges only.
+    """A reduce-scatter in flight, as an all-to-all and the sum that follows. Any backend; equal ranges only.
 
     The sum runs in rank order on the CPU. On an accelerator it is one kernel, which reads each row once; its order is
     `torch.sum`'s, the same in every run.

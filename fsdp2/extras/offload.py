@@ -1,6 +1,6 @@
-"""`Offload`: what rests in host memory or in files. Layer: extras, above policies.
+"""`Offload`: optimizer state, gradients and parameters in host memory or in files. Layer: extras, above policies.
 
-The core knows the attributes of an `OffloadPolicy` only: where parameters and gradients live. `fsdp2.optim` steps them.
+The core only knows the attributes of an `OffloadPolicy`: where parameters and gradients live. `fsdp2.optim` steps them.
 """
 
 import os
@@ -22,11 +22,11 @@ from fsdp2.runtime.source import Around, Group, Source
 
 @dataclass(frozen=True)
 class Offload(OffloadPolicy):
-    """Keep the optimizer's state, or also gradients, or also sharded parameters, in host memory. Step with
-    `offload_optimizer`, which keeps the state there and hides the step behind compute.
+    """Keep the optimizer's state, and optionally also gradients and sharded parameters, in host memory. Step with
+    `offload_optimizer`, which keeps the state there and overlaps the step with compute.
 
-    The step runs where the gradient lives; what lives elsewhere is copied there and back. Host memory is page-locked
-    where there is an accelerator, but for what is read from files. Each setting includes those before it::
+    The step runs where the gradient lives; everything else is copied there and back. If there is an accelerator, host
+    memory is page-locked, except for data read from files. Each setting includes those before it::
 
         Offload()                            state in host memory; the device steps, on copies of one unit's state
         Offload(grads=True)                  gradients too; the host steps a copy of the parameters
@@ -37,19 +37,20 @@ class Offload(OffloadPolicy):
     Attributes:
         states: the optimizer's state lives in host memory.
         grads: sharded gradients live in host memory. Needs `states`.
-        params: sharded parameters live in host memory; ``"files"``: in files of the `tier`, and those of a few units in
-            memory. Needs `grads`.
-        fraction: of each unit's bytes, 0 to 1, the part to which this applies: whole parameters, the largest first. The
-            others stay on the device, and are gathered and reduced by themselves.
+        params: sharded parameters live in host memory; ``"files"``: in files of the `tier`, and only those of a few
+            units are in memory. Needs `grads`.
+        fraction: the part of each unit's bytes, 0 to 1, to which this applies: whole parameters, the largest first. The
+            others stay on the device, and are gathered and reduced separately.
         overlap: `offload_optimizer` steps in the background. False: within ``step()``.
-        tier: where the state rests: ``"cpu"`` for host memory, or a folder, or several, used in turn, for files there;
-            then three units' state is in memory at a time. The files have no names, and are gone when the process is.
-        threads: threads of this rank that step in host memory, bound to cores of their own if ``LOCAL_RANK`` and
-            ``LOCAL_WORLD_SIZE`` are set and there are enough. None: as many as compute has, and not bound.
+        tier: where the state is kept: ``"cpu"`` for host memory, or one or several folders for files, used in turn.
+            With files the state of three units is in memory at a time. The files have no names, and disappear with the
+            process.
+        threads: threads of this rank that step in host memory, bound to their own cores if ``LOCAL_RANK`` and
+            ``LOCAL_WORLD_SIZE`` are set and there are enough cores. None: as many as compute has, and not bound.
 
     Raises:
         ArgumentError: a setting without one that it needs, a fraction outside of 0 to 1, or fewer than one thread.
-        OSError: (later) a folder has no room for parameters, where they get their memory.
+        OSError: (later, when parameters are allocated) a folder has no room for them.
 
     Example::
 
@@ -74,7 +75,7 @@ class Offload(OffloadPolicy):
         are_paths = isinstance(tiers, (list, tuple)) and all(isinstance(each, (str, Path)) for each in tiers)
         if not are_paths or not tiers:
             raise ArgumentError(f"Offload: tier: expected 'cpu', a folder or a list of folders, got {self.tier!r}")
-        if self.tier != "cpu":  # files are made later, when the program may have changed its folder
+        if self.tier != "cpu":  # files are made later; the working directory may have changed by then
             object.__setattr__(self, "tier", tuple(map(os.path.abspath, tiers)))  # a tuple: policies are hashable
         for name in ("states", "grads", "overlap"):
             boolean(f"Offload: {name}", getattr(self, name))
@@ -110,12 +111,12 @@ class Offload(OffloadPolicy):
 
     @property
     def pins(self) -> bool:
-        """Whether what lives in host memory is page-locked."""
+        """Whether host memory is page-locked."""
         return torch.accelerator.is_available()
 
     @property
     def in_files(self) -> bool:
-        """Whether `home` is memory of files. (A plan counts what is in files as memory of the host.)"""
+        """Whether `home` is memory mapped from files. (A plan counts it as host memory.)"""
         return self.params == "files" and simulation() is None
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -123,7 +124,7 @@ class Offload(OffloadPolicy):
         return mapped.zeros(numel, dtype, self.folders) if self.in_files else super().zeros(numel, dtype)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor on the device `home` is in memory as `zeros` gives."""
+        """Whether the memory of a tensor on the device `home` is of the kind that `zeros` returns."""
         return not self.in_files or mapped.file_of(tensor) is not None
 
     def of_params(self, sizes: Sequence[int]) -> Sequence[OffloadPolicy]:
@@ -138,7 +139,7 @@ class Offload(OffloadPolicy):
 
 
 class FileShards(Around):
-    """The shards are in `files`, which rest once they have been read."""
+    """The shards are in `files`, whose memory is released once they have been read."""
 
     def __init__(self, inner: Source, files: Sequence[mapped.MappedFile]):
         super().__init__(inner)

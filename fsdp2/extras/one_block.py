@@ -1,8 +1,8 @@
 """The small shards of a group in one block of memory, in the order in which a reduction writes their gradients. Layer:
 extras.
 
-This is an optimisation only: gathers copy them at once, and optimizers step them at once (`optim/flats.py`). A shard
-that was replaced or moved is on its own.
+This is only an optimisation: gathers copy them, and optimizers step them (`optim/flats.py`), in one call. A shard that
+is replaced or moved leaves the block.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,20 +17,20 @@ from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.geometry import is_wrapper
 from fsdp2.runtime.parameter import ManagedParameter
 
-# The largest shard that is moved. For a larger one a separate call is negligible next to the arithmetic, and the copy
-# is noticeable: `fully_shard` of a billion parameters took half as long again.
+# The largest shard that is moved. For a larger one a separate call costs little compared with the arithmetic, and the
+# copy is noticeable: `fully_shard` of a billion parameters took half as long again.
 MOST_BYTES = 1 << 20
 
 
 def can_carve(tensor: torch.Tensor) -> bool:
-    """Whether parts of `tensor` can have their own storages on its memory (through DLPack). Only on the CPU: code that
+    """Whether parts of `tensor` can be separate storages on its memory (through DLPack). Only on the CPU: code that
     records streams or shares handles with other processes expects whole allocations."""
     return type(tensor) is torch.Tensor and tensor.untyped_storage().device.type == "cpu"
 
 
 def in_memory_order(params: list[ManagedParameter], channel: Channel) -> None:
-    """Sort them as a reduction writes their gradients, packed before direct ones; and matrices before vectors, since
-    weight decay often differs between them."""
+    """Sort them in the order in which a reduction writes their gradients (packed before direct ones), and matrices
+    before vectors, since weight decay often differs between them."""
 
     def place(param: ManagedParameter) -> tuple[bool, bool]:
         lane = channel.comm.scatter_lane(param.layout, param.reduce_dtype.itemsize)
@@ -41,7 +41,7 @@ def in_memory_order(params: list[ManagedParameter], channel: Channel) -> None:
 
 def lay_together(params: Sequence[ManagedParameter]) -> bool:
     """Move shards into one block of memory per dtype and device, one after the other with their padding, unless they
-    are placed so. Returns whether any moved. Only for shards that nothing but the parameters refers to yet: other
+    lie there already. Returns whether any moved. Only for shards to which nothing but the parameters refers yet: other
     holders of a local tensor would keep a stale copy."""
     kinds = neighbours([param for param in params if can_carve(param.flat)], lambda param: param.flat.device)
     moving = [members for members in kinds if end_to_end([param.flat for param in members]) is None]
@@ -57,9 +57,10 @@ def lay_together(params: Sequence[ManagedParameter]) -> bool:
 def neighbours(
     params: Iterable[ManagedParameter], device_of: Callable[[ManagedParameter], torch.device]
 ) -> list[list[ManagedParameter]]:
-    """The parameters that should lie together, by dtype, device, and whether they rest in a file: small plain tensors.
-    (Not what is used in place, where alignment matters, or pinned, because copies from pinned memory are tracked per
-    allocation; nor what is another parameter's. In files all shards of a group lie together, so that there are few.)"""
+    """The parameters that should lie together, by dtype, device, and whether they are in a file: small plain tensors.
+    (Excluded are shards that are used in place, where alignment matters; that are pinned, since copies from pinned
+    memory are tracked per allocation; or that belong to another parameter. In files all shards of a group lie together,
+    to keep the number of files small.)"""
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[ManagedParameter]] = {}
     for param in params:
         if param.at_rest is None or is_wrapper(local_tensor(param.sharded)) or param.aliases or param.plan.pins:
@@ -80,10 +81,10 @@ def block_for(members: Sequence[ManagedParameter], device: torch.device) -> list
 
 
 def merged(into: list[torch.Tensor], of: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Copies of the second tensors into the first ones: one copy for those that lie end to end both here and there."""
+    """Copies of the second tensors into the first ones, with one copy for neighbours in both."""
     destinations: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    last: tuple[torch.Tensor, torch.Tensor, int, int] | None = None  # what both lie in, and where they end
+    last: tuple[torch.Tensor, torch.Tensor, int, int] | None = None  # the bases of the last pair, and where it ends
     for destination, source in zip(into, of, strict=True):
         place, base = place_of(source), base_of(destination)
         if place is None or base is None:

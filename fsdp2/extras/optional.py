@@ -2,19 +2,18 @@
 
 ::
 
-    root pre-forward    agree: which optional units does any rank run?          (only where policies have a `runs_if`)
-    host pre-forward    gather the host, then those of its guests that some rank runs     on all ranks, in tree order
+    root pre-forward    agree: which optional units does any rank run?          (only if policies have a `runs_if`)
+    host pre-forward    gather the host, then the guests that any rank runs     on all ranks, in tree order
       forward           the ranks that run a guest find it gathered
     host post-forward   reshard the host and its guests
-    host pre-backward   gather them again, where they were resharded
+    host pre-backward   gather them again if they were resharded
     end of backward     agree: which gradients does any rank have?  Reduce these; zeros where a rank has none
 
-A unit is optional if its policy says so, or that of a unit around it. Its *host* is the nearest unit around it that is
-not optional; it is that host's *guest*. So a guest's gathers have the place of its host's in the order of collectives,
-which is the same on all ranks, and it does not matter when, how often or whether a rank runs the guest. The nearest
-policy with a `runs_if`, its own or one around it, decides whether it runs. The host's gradients are reduced with its
-guests', because what stands around an optional unit (the projector of a vision tower) may have no gradient on the same
-ranks.
+A unit is optional if its own policy, or that of a unit around it, says so. Its *host* is the nearest unit around it
+that is not optional; it is a *guest* of that host. A guest is gathered together with its host, so the order of
+collectives is the same on all ranks, no matter when, how often or whether a rank runs the guest. The nearest policy
+with a `runs_if`, its own or one around it, decides whether it runs. The host's gradients are reduced with its guests',
+because the modules around an optional unit (the projector of a vision tower) may have no gradient on the same ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,28 +38,27 @@ from fsdp2.runtime.unit import Unit
 from fsdp2.watch.exchange import Exchange, at_once
 
 _Late = Any  # (group, settings) -> the settings of its reduction
-_FEATURE = "optional"  # the argument of `fully_shard`, and the name of what a pass notes
+_FEATURE = "optional"  # the argument of `fully_shard`, and the key in `Step.notes`
 
 
 @dataclass(frozen=True)
 class OptionalPolicy:
-    """A unit that some ranks run in a forward of the root and others do not: the vision tower of a model that gets
-    text-only batches on some ranks, an expert that gets no token. No rank needs a dummy forward.
+    """For a unit that only some ranks run in a forward of the root: the vision tower of a model that gets text-only
+    batches on some ranks, an expert that gets no token. No rank needs a dummy forward.
 
-    The unit around it, which must run on all ranks (its *host*), gathers it on all ranks when it gathers itself, keeps
-    it as long as it keeps itself, and frees it with itself; so does it with the units below the optional one, which are
-    optional too. Gradients of the optional unit and of its host wait for the end of the backward. There the ranks agree
-    on what they have (one tensor of a few bytes), and parameters of which some rank has a gradient are reduced, with
-    zeros from the others. The others keep ``grad = None``, as in one process.
+    The unit around it (its *host*), which must run on all ranks, is gathered, kept and freed together with it and with
+    the units below it, which are optional too. Gradients of the optional unit and of its host wait for the end of the
+    backward. Then the ranks agree on which gradients exist (one tensor of a few bytes). Parameters that have a gradient
+    on any rank are reduced, with zeros from the other ranks. All others keep ``grad = None``, as in one process.
 
     Attributes:
-        runs_if: called on each rank before each forward of the root, with the inputs of that forward, as
+        runs_if: called on each rank before each forward of the root, with that forward's inputs, as
             ``runs_if(*args, **kwargs)``; returns whether this rank may run the unit in it. The ranks exchange the
-            answers (one tensor of a few bytes for all optional units of a mesh); if all are False, the unit is not
-            gathered. A rank that said False and runs the unit gets an `OrderError`. None: always gathered.
-        average_over: the gradients' sum is divided by the number of ``"all"`` ranks, as if the others had run the unit
-            on a dummy input, or of the ranks that ``"ran"`` it and have gradients at the reduction (the sum of several
-            microbatches is divided once). `FSDPModule.set_gradient_divide_factor` takes precedence.
+            answers (one tensor of a few bytes for all optional units of a mesh). If all are False, the unit is not
+            gathered. A rank that answered False and runs the unit gets an `OrderError`. None: always gathered.
+        average_over: ``"all"``: divide the sum of gradients by the number of all ranks, as if the others had run the
+            unit on a dummy input. ``"ran"``: by the number of ranks that ran it and have gradients at the reduction
+            (a sum over microbatches is divided once). `FSDPModule.set_gradient_divide_factor` takes precedence.
 
     Raises:
         ArgumentError: `runs_if` is not a function, or `average_over` is unknown.
@@ -94,11 +92,11 @@ def _policy_of(optional: Any) -> OptionalPolicy:
 
 @dataclass(eq=False)
 class _Decision:
-    """What decides whether optional units run.
+    """A policy with a `runs_if`, and the optional units for which it decides.
 
     Attributes:
         fqn: the unit whose policy it is.
-        units: those that it decides about, in the order of the module tree.
+        units: the units for which it decides, in the order of the module tree.
         runs_here: whether this rank may run them in the current forward of the root.
     """
 
@@ -133,7 +131,7 @@ class _Host:
     in_order = True
 
     def select(self, gathering: bool) -> list[Bucket]:
-        """What it gathers: with its own groups those of its guests that some rank needs. What it frees: all."""
+        """Gather its own groups, and those of guests that any rank needs. Free all of them."""
         (unit,) = _alive([self.unit])
         guests = [group for guest in _alive(self.guests) for group in guest.groups]
         if not gathering:
@@ -152,11 +150,11 @@ class _Guest:
     decision: _Decision
     reduces_late: _Late = None
     _ran_alone: bool = False
-    in_order = False  # its host has its place
+    in_order = False  # its host is
 
     def select(self, gathering: bool) -> list[Bucket]:
-        """What it gathers: nothing, since its host has, unless it is called alone. Raises `OrderError` if `runs_if`
-        said that it would not run, or its host does not run."""
+        """Gather nothing, since its host has, unless it is called alone. Raises `OrderError` if `runs_if` returned
+        False, or its host is not running."""
         (unit,) = _alive([self.unit])
         groups = [*unit.groups, *unit.borrowed]
         if not gathering:
@@ -181,7 +179,7 @@ class _Guest:
 
 
 class _Found(NamedTuple):
-    """The parameters of a group of which some rank has a gradient, and how many ranks have new gradients."""
+    """The parameters of a group that have a gradient on any rank, and how many ranks have new gradients."""
 
     indices: frozenset[int]
     num_ranks: int
@@ -196,8 +194,8 @@ class _OptionalUnits:
         self._found: dict[int, _Found] = {}
 
     def before_forward(self, notes: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The root's forward starts, with these inputs: agree on which units run, and note the ids of the groups that
-        no rank needs. Collective over the meshes of units whose policies have a `runs_if`."""
+        """The root's forward starts with these inputs: agree on which units run, and note the ids of groups that no
+        rank needs. Collective over the meshes of units whose policies have a `runs_if`."""
         for decision in self._decisions:
             decision.ask(args, kwargs)
         by_mesh: dict[object, list[tuple[Bucket, bool]]] = {}
@@ -213,8 +211,8 @@ class _OptionalUnits:
         notes[_FEATURE] = skipped
 
     def before_last_reductions(self) -> None:
-        """Backward is over: agree on which gradients there are, and on how many ranks have new ones. Collective over
-        the units' meshes, unless all units have gradient sync turned off."""
+        """Backward is over: agree on which gradients exist, and on how many ranks have new ones. Collective over the
+        units' meshes, unless gradient sync is off for all units."""
         by_mesh: dict[object, list[tuple[Bucket, list[bool]]]] = {}
         for unit in _alive(self._reduced_late):
             for group in unit.groups if unit.state.settings.requires_gradient_sync else ():
@@ -227,7 +225,8 @@ class _OptionalUnits:
                 self._found[id(group)] = _Found(indices, num_ranks)
 
     def settings_of_all(self, group: Bucket, settings: UnitSettings) -> UnitSettings:
-        """How to reduce `group`: the parameters of which some rank has a gradient; all, if the settings say so."""
+        """The settings to reduce the parameters of `group` that have a gradient on any rank (or all, if `settings` say
+        so)."""
         return replace(settings, reduce_unused=settings.reduce_unused or self._found[id(group)].indices)
 
     def settings_of_ran(self, group: Bucket, settings: UnitSettings) -> UnitSettings:
@@ -243,7 +242,7 @@ def _prepare(step: Step) -> None:
 
     Raises:
         ArgumentError: the root is optional.
-        UnsupportedError: an optional unit shares a weight with a unit that another decision, or none, is about.
+        UnsupportedError: an optional unit shares a weight with a unit that another decision, or none, applies to.
     """
     units: list[Unit] = step.units
     if not any(_FEATURE in unit.settings.features for unit in units):
@@ -282,7 +281,7 @@ def _prepare(step: Step) -> None:
 
 
 def _units_around(units: Sequence[Unit]) -> dict[Unit, list[Unit]]:
-    """For each unit those that contain all its modules, wherever these are; the innermost last."""
+    """For each unit the units that contain all its modules, the innermost last."""
     places: dict[nn.Module, list[str]] = {}
     for fqn, module in units[0].modules[0].named_modules(remove_duplicate=False):
         places.setdefault(module, []).append(fqn)
@@ -318,7 +317,7 @@ def _check_weights(units: Sequence[Unit], guests: Mapping[Unit, _Guest]) -> None
 
 
 def _notes_of(unit: Unit) -> dict[str, Any]:
-    """Of the forward that runs, or of the one whose backward runs."""
+    """The notes on the running forward, or on the forward whose backward is running."""
     return unit.ready_step().notes
 
 
@@ -333,8 +332,7 @@ def _alive(members: Sequence[ref[Unit]]) -> list[Unit]:
 
 
 def _sums(rows: Sequence[Sequence[bool]], roles: MeshRoles) -> list[list[int]]:
-    """For each flag the number of ranks of the mesh that have it set. Collective: one tensor of a few bytes, over each
-    axis of the mesh.
+    """For each flag the number of ranks of the mesh that set it. Collective: one tensor of a few bytes over each axis.
 
     ::
 
@@ -360,7 +358,7 @@ def _sum_over(axis: Axis, sums: torch.Tensor) -> None:
 
 
 def _device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where to sum flags: on the CPU if the group can, so that the CPU need not wait for the accelerator's queue."""
+    """Where to sum flags: on the CPU if the group can, so that it need not wait for work queued on the accelerator."""
     backends = str(dist.get_backend_config(group))
     return torch.device("cpu") if "cpu:" in backends else device
 

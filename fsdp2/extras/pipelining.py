@@ -5,16 +5,16 @@ backward `set_requires_gradient_sync(False)`, `set_reshard_after_backward(False)
 the last microbatch it resets them, and ends the backward of the whole step itself, through the object that
 ``torch.distributed.fsdp.fully_shard.state(stage)`` returns::
 
-    for state in stage_state._state_ctx.all_states:        # each unit: reduce what waits
+    for state in stage_state._state_ctx.all_states:        # each unit: reduce what is left
         for group in state._fsdp_param_groups: group.post_backward()
     stage_state._root_post_backward_final_callback()       # wait for the reductions
 
-`StageState` is that object here. Our end of backward reduces all waiting gradients and waits for the reductions, so
+Here `StageState` is that object. Our end of backward reduces all remaining gradients and waits for the reductions, so
 only the second call has work to do, and the list is empty. A stage of torch 2.15 calls `finalize_backward` instead.
 
-Its schedules that split backward read a stage's parameters before they compute either kind of gradient. A stage that
-reshards after forward then holds shards, which no gradient reaches (torch 2.11 to 2.15, also with its own FSDP2). That
-is an error when the step is finalised.
+torch's schedules that split backward read a stage's parameters before they compute either kind of gradient. A stage
+that reshards after forward holds shards at that time, and no gradient reaches those (torch 2.11 to 2.15, also with its
+own FSDP2). That raises when the step is finalised.
 
 Source: torch/distributed/pipelining/stage.py, `perform_reduce_grad` (torch 2.13).
 """
@@ -51,7 +51,7 @@ class StageState:
         return self
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduce the gradients that wait on the unsharded parameters, reshard, wait for the reductions.
+        """Reduce the gradients left on the unsharded parameters, reshard, wait for the reductions.
 
         Collective over the meshes of the units of this root. Does nothing for a stage that never ran.
 
@@ -72,8 +72,8 @@ def _register(unit: Unit) -> None:
 
 
 def _note_lost(step: Step) -> None:
-    """A backward is over. Pipelines turn both settings off. A user who does not may ask for the gradients of inputs
-    alone."""
+    """A backward is over: note units that lost gradients. Pipelines turn both settings off; otherwise the user may have
+    asked for gradients of inputs only."""
     for unit in [unit for unit in step.units if not unit.settings.reshard_after_backward]:
         if unit.settings.reshard_after_forward and not unit.state.settings.requires_gradient_sync:
             ran, of = unit.state.stage in (Stage.BACKWARD, Stage.DONE), [group.gradients for group in unit.groups]

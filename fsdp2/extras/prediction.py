@@ -1,4 +1,4 @@
-"""`set_auto_forward_prefetch`: gather in forward what ran next in the last two iterations. Layer: extras."""
+"""`set_auto_forward_prefetch`: prefetch in forward what ran next in the last two iterations. Layer: extras."""
 
 from typing import Any
 from weakref import ref
@@ -10,14 +10,13 @@ from fsdp2.settings import change_settings
 
 
 class Prediction:
-    """The order in which the units of one root start, and what follows from it. A unit with an explicit list prefetches
-    that instead."""
+    """Prefetches by the order in which the units of one root started before. An explicit list takes precedence."""
 
     def __init__(self, step: Any):
         self._step = ref(step)
         self._starts: list[ref[Unit]] = []  # of this forward
         self._last: list[ref[Unit]] = []  # of the one before
-        self._follows = False  # the last two were the same, and this one is so far
+        self._follows = False  # the last two forwards had the same order, and this one has it so far
         self._guesses: list[ref[Unit]] = []
 
     def before_forward(self, *_: object) -> None:

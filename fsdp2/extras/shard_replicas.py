@@ -1,12 +1,12 @@
-"""Replicas that share each shard: `ZeroPolicy(shard_replicas=True)`. Layer: extras.
+"""Shards that are split over the replicas too: `ZeroPolicy(shard_replicas=True)`. Layer: extras.
 
-The shards are cut once more, over the replicate axis. For 2 replicas of 2 ranks, and the 8 rows of a parameter::
+The shards are split again, over the replicate axis. For 2 replicas of 2 ranks, and the 8 rows of a parameter::
 
     sharded          0 1 | 4 5      2 3 | 6 7       replica 0, rank 0 | 1      replica 1, rank 0 | 1
     inner shards     0 1 2 3 | 4 5 6 7              the same in both; gathered over the replicas once a step
     unsharded        0 1 2 3 4 5 6 7                gathered from these as often as needed
 
-A gradient goes the same way in reverse: in place of an all-reduce over the replicas there is a reduce-scatter.
+A gradient goes the same way in reverse: a reduce-scatter over the replicas replaces the all-reduce.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from fsdp2.runtime.streams import Streams
 
 
 class ReplicaShards(Shards):
-    """The padded pieces of the shard axis, in the compute dtype, are gathered over the replicate axis once, until the
+    """The padded inner shards, in the compute dtype, are gathered over the replicate axis once, and kept until the
     shards may change. The all-gather stream owns their memory."""
 
     keeps = Stays.PART, Stays.SMALLER
@@ -63,7 +63,7 @@ class ReplicaShards(Shards):
 
 
 class _Plan(ReductionPlan):
-    """In place of the all-reduce each replica gets its piece of this rank's shard."""
+    """Each replica gets its piece of this rank's shard, instead of the all-reduced shard."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)

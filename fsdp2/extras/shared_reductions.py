@@ -28,8 +28,8 @@ class _Shared(InFlight):
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     """Let several roots share their reductions: the last backward of one of them finishes those of all, and
     `set_reduce_scatter_max_input_buffers` counts them together. For models that run in parts, such as pipeline stages.
-    Communication streams belong to the device and are always shared. Raises `ArgumentError` for what is not a sharded
-    module."""
+    Communication streams belong to the device and are always shared. Raises `ArgumentError` if a module is not
+    sharded."""
     units = [unit_in("share_comm_ctx", module) for module in modules]
     shared = _Shared()
     for unit in units:

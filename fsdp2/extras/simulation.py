@@ -8,7 +8,7 @@ from fsdp2.runtime.streams import SIMULATED, Streams
 
 @contextmanager
 def simulated(streams: Streams) -> Iterator[None]:
-    """Roots that run for the first time in the block use `streams`, whatever their device."""
+    """Roots whose first forward is in the block use `streams`, whatever their device."""
     SIMULATED.append(streams)
     try:
         yield
@@ -17,5 +17,5 @@ def simulated(streams: Streams) -> Iterator[None]:
 
 
 def simulation() -> Streams | None:
-    """What `simulated` was given, within its block."""
+    """The `streams` of the current `simulated` block, or None."""
     return SIMULATED[-1] if SIMULATED else None

@@ -1,4 +1,4 @@
-"""`SmallerShards`: `reshard_after_forward=<int>`, which keeps more than this rank's rows until backward. Layer: extras.
+"""`SmallerShards`: `reshard_after_forward=<int>`, which keeps the rows of a smaller mesh until backward. Layer: extras.
 
 For 8 ranks and groups of 2, with the rows of a parameter that rank 5 holds::
 
@@ -34,8 +34,8 @@ from fsdp2.specs import ParamSpecs
 
 
 class SmallerShards(Around):
-    """Copies of this rank's rows on the smaller mesh `roles`, in the compute dtype. The compute stream owns them; the
-    all-gather stream reads them before compute waits for it."""
+    """Copies of this rank's rows on the smaller mesh `roles`, in the compute dtype. The compute stream owns them; it
+    waits for the all-gather stream, which reads them."""
 
     keeps = (Stays.SMALLER,)
 
@@ -58,12 +58,12 @@ class SmallerShards(Around):
         return [param.resharded for param in group.params]
 
     def drop_part(self, group: Bucket) -> None:
-        """Raises `OrderError` if the copies were changed, which the modules held."""
+        """Raises `OrderError` if the copies, which the modules held, were changed."""
         self.arrived(group)
         self.inner.drop_part(group)
 
     def arrived(self, group: Bucket) -> None:
-        """The modules hold other forms. Those that the user froze meanwhile stay so."""
+        """The modules are about to hold other forms; keep what the user froze or unfroze meanwhile."""
         if self._copies:
             self._copies = []
             group.gradients.follow([param.resharded for param in group.params])
@@ -92,8 +92,8 @@ def _is_changed(param: ManagedParameter) -> bool:
 
 
 def _copied(param: ManagedParameter, roles: MeshRoles) -> torch.Tensor:
-    """This rank's rows on the smaller mesh, copied from `unsharded`; 1-D. Sets `resharded`, a DTensor on them (for
-    model-parallel parameters the sharded one, because no mesh has both the smaller and the model-parallel axes)."""
+    """Copy this rank's rows on the smaller mesh from `unsharded`; 1-D. Sets `resharded` to a DTensor on them (for
+    model-parallel parameters to `sharded`, because no mesh has both the smaller and the model-parallel axes)."""
     assert param.whole is not None
     layout, rank, specs = param.layout.over(roles.shard_size), roles.shard_rank, param.plan.specs
     chunk = param.whole.narrow(layout.dim, layout.bounds[rank], layout.local_size(rank))
@@ -111,7 +111,7 @@ _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[DeviceMesh, int], Devic
 
 
 def smaller(roles: MeshRoles, size: int) -> MeshRoles:
-    """Roles on the mesh to which units reshard after forward: the shard axis cut into groups of `size` ranks, which
+    """Roles on the mesh to which units reshard after forward: the shard axis split into groups of `size` ranks that
     together hold a parameter once. The first call for a mesh and size creates process groups, so every rank of the mesh
     must make these calls in the same order."""
     world = dist.group.WORLD
@@ -121,8 +121,8 @@ def smaller(roles: MeshRoles, size: int) -> MeshRoles:
         with real_tensors():
             ranks = roles.shard_mesh.mesh.view(-1, size)
             group, place = divmod(roles.shard_rank, size)
-            # `DeviceMesh` would make all groups of a mesh and count them to name them. Where this mesh is part of a
-            # larger one, other ranks make another mesh, and groups of different ranks would have one name.
+            # `DeviceMesh` would make all groups of a mesh, and name them by a counter. If this mesh is part of a larger
+            # one, other ranks make other meshes, and groups of different ranks would have the same name.
             backend = dist.get_backend_config(roles.shard.group)
             own = ranks[:, place].tolist(), ranks[group].tolist()
             groups = [new_group_of(each, backend, "smaller") for each in own]
@@ -132,7 +132,7 @@ def smaller(roles: MeshRoles, size: int) -> MeshRoles:
 
 
 def _check(chosen: tuple[Any, MeshRoles]) -> bool | int:
-    """An int for `reshard_after_forward`; a bool of the same effect, where there is one."""
+    """The checked int for `reshard_after_forward`, or the equivalent bool if there is one."""
     value, roles = chosen
     if not isinstance(value, int):
         raise ArgumentError(f"reshard_after_forward: expected a bool, an int or None, got {value!r}")
@@ -147,7 +147,7 @@ def _check(chosen: tuple[Any, MeshRoles]) -> bool | int:
 
 
 def _plan(drafts: Sequence[Draft]) -> None:
-    """Make the meshes. A parameter may have its own mesh, which must allow the size too."""
+    """Make the smaller meshes. The size must fit the mesh of each parameter."""
     for draft in drafts:
         size = draft.placing.reshard_to
         for roles in dict.fromkeys(plan.roles for _, plan in draft.planned):

@@ -1,7 +1,7 @@
 """`DataParallelMeshDims`: data-parallel axes of a full SPMD mesh, on which all parameters are DTensors. Layer: extras.
 
-A sharded parameter is a DTensor on the same mesh, where several shard axes are flattened to one. Unsharded it is the
-DTensor that it was.
+A sharded parameter is a DTensor on the same mesh, with several shard axes flattened into one. The unsharded parameter
+is the original DTensor.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from fsdp2.specs import ParamSpecs, cuts_of
 
 @dataclass(frozen=True)
 class SpmdSpecs(ParamSpecs):
-    """`data_axes` of `inner_mesh` are data parallel. A gradient may be partial there: the reduction sums."""
+    """`data_axes` of `inner_mesh` are data parallel. A gradient may be `Partial` there, since the reduction sums."""
 
     data_axes: frozenset[int] = frozenset()
 
@@ -43,7 +43,7 @@ class SpmdRoles(MeshRoles):
     names_of_replicas: tuple[str, ...] = ()
 
     def own_specs(self, fqn: str, param: torch.Tensor, dim: int) -> ParamSpecs:
-        """Raises `ArgumentError` for a plain tensor, a DTensor on another mesh, or one that is cut along a
+        """Raises `ArgumentError` for a plain tensor, a DTensor on another mesh, or one that is sharded over a
         data-parallel axis."""
         return _on_full_mesh(fqn, param, dim, self)
 
@@ -77,11 +77,11 @@ class DataParallelMeshDims:
         return _as_names(self.replicate)
 
     def roles(self, mesh: DeviceMesh) -> SpmdRoles:
-        """The roles of these axes. Several axes of one role are flattened to one. The first call creates a process
+        """The roles of these axes. Several axes of one role are flattened into one. The first call creates a process
         group for them, so every rank of the mesh must make it.
 
         Raises:
-            ArgumentError: there are no names, or `mesh` has no axis of a name.
+            ArgumentError: no names were given, or `mesh` has no axis with that name.
         """
         shard, replicate = self.shard_names, self.replicate_names
         if not shard and not replicate:
@@ -155,7 +155,7 @@ def _on_full_mesh(fqn: str, param: torch.Tensor, dim: int, roles: SpmdRoles) -> 
 def _with_flat_axes(
     mesh: DeviceMesh, placements: Sequence[Placement], roles: SpmdRoles, first_shard_axis: int
 ) -> tuple[DeviceMesh, list[Placement]]:
-    """The mesh in which the axes of `roles` replace the data-parallel axes, at the position of the first shard axis."""
+    """`mesh` with the axes of `roles` instead of the data-parallel axes, at the position of the first shard axis."""
     assert mesh.mesh_dim_names is not None and roles.shard_axis is not None
     parts: list[DeviceMesh] = []
     result: list[Placement] = []
@@ -180,8 +180,8 @@ def _check_dims(dims: Any) -> DataParallelMeshDims:
 
 
 def _roles_of_info(info: Any) -> MeshRoles:
-    """The roles in an `FSDPMeshInfo`, the object that names the mesh in torch's `ShardPlacementResult`. Its class is
-    private in torch; torchtitan passes such objects for experts."""
+    """The roles in an `FSDPMeshInfo`, which holds the mesh in torch's `ShardPlacementResult`. Its class is private in
+    torch; torchtitan passes such objects for experts."""
     if getattr(info, "dp_mesh_dims", None) is not None:
         return _check_dims(info.dp_mesh_dims).roles(info.spmd_mesh)
     return MeshRoles(info.mesh, replicate_axis=info.replicate_mesh_dim, shard_axis=info.shard_mesh_dim)

@@ -1,14 +1,14 @@
 """`tile`: a layer that is too large to be gathered whole is gathered, used and freed tile by tile. Layer: surface.
 
-A tile is some rows of each rank's shard, as a unit of its own. So the layer's shard is those of its tiles, one after
-the other in memory, and the layer keeps one parameter: for 2 ranks and 3 tiles, with the numbers of rows::
+A tile consists of some rows of each rank's shard, and is a unit of its own. The shards of the tiles lie one after the
+other in the layer's shard, and the layer keeps one parameter. For 2 ranks and 3 tiles, with the numbers of rows::
 
     rank 0   0  1  2  3  4  5        tile 0   0  1    6  7
     rank 1   6  7  8  9 10 11        tile 1   2  3    8  9
                                      tile 2   4  5   10 11
 
-What the tiles compute is put together in the order of the rows. Nothing is copied at rest, and optimizers, state dicts
-and checkpoints see the layer that they know.
+The outputs of the tiles are put together in the order of the rows. Shards are not copied, and optimizers, state dicts
+and checkpoints see the ordinary layer.
 
 Source: the idea is that of DeepSpeed's TiledLinear, ZeRO-Infinity, https://arxiv.org/abs/2104.07857.
 """
@@ -59,21 +59,21 @@ _CHANGED = ("max_norm", "scale_grad_by_freq", "sparse")  # options of an Embeddi
 
 
 def tile(layer: Layer, tiles: int) -> Layer:
-    """Let `fully_shard` cut `layer` into tiles, each of which is a unit: gathered, used and freed one after the other,
-    in forward and backward. At most two tiles are in memory, the one that computes and the next one. For a vocabulary,
-    or another layer, that is too large for a device. Call it before `fully_shard` on the layer or on a module around
-    it; it does nothing but note the number.
+    """Let `fully_shard` split `layer` into tiles, each of which is a unit. They are gathered, used and freed one after
+    the other, in forward and backward, with at most two tiles in memory: the one that computes and the next one. For a
+    vocabulary, or another layer, that is too large for a device. Call it before `fully_shard` on the layer or on a
+    module around it; it only records the number.
 
-    The layer stays one module with its parameters, under their names and in their shapes: for optimizers, state dicts,
-    checkpoints and initialisation nothing changes, and checkpoints load with any other number of tiles. Outputs and
-    gradients of weights have the bits of the layer without tiles, as far as a matrix product computes a row of its
-    result in the same way among fewer rows. Gradients of a Linear's inputs are added up over the tiles, the last tile
-    first, and torch adds up those of a bias in an order that depends on the number of rows: both to the last bits.
+    The layer stays one module with the same parameters, names and shapes. Optimizers, state dicts, checkpoints and
+    initialisation work as without tiles, and checkpoints load with any number of tiles. Outputs and gradients of
+    weights are bitwise those of the layer without tiles, if a matrix product computes a row in the same way among fewer
+    rows. Gradients of a Linear's inputs and of its bias may differ in the last bits: the former are summed over the
+    tiles, the last tile first, and the order in which torch sums the latter depends on the number of rows.
 
     Args:
-        layer: an nn.Linear ``[out, in]`` or nn.Embedding ``[num, dim]``, or of a class that has its forward. Its rows
-            (``out``, ``num``) are cut.
-        tiles: how many; each is the same part of each rank's rows, so there are not more than a rank has.
+        layer: an nn.Linear ``[out, in]`` or nn.Embedding ``[num, dim]``, or a class with the same forward. Its rows
+            (``out``, ``num``) are split.
+        tiles: how many. Each is the same part of each rank's rows, so there are at most as many as a rank has rows.
 
     Returns:
         `layer`, the same object.
@@ -116,10 +116,10 @@ def is_tiled(module: nn.Module) -> bool:
 
 
 class _Tiled(nn.Module):
-    """A layer in tiles. Without units, or while its parameters are whole, it computes as it did before.
+    """A layer in tiles. Without units, or in `full_params`, it computes as the original layer.
 
     Attributes:
-        num_tiles: how many the user wants.
+        num_tiles: the requested number of tiles.
         tiles: the modules of the tiles, once it is sharded.
     """
 
@@ -140,8 +140,8 @@ class _Tiled(nn.Module):
 class _TiledLinear(_Tiled):
     @staticmethod
     def join(inputs: torch.Tensor, outputs: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """From each tile the features of the ranks with whole shards ``[tokens, ranks, rows]``, and of the next rank
-        ``[tokens, rows]``. Of three dims, since `torch.cat` takes some tensors of four for channels-last ones."""
+        """Join the outputs of `_LinearTile.forward`. They have three dims, since `torch.cat` takes some tensors of four
+        dims for channels-last ones."""
         whole, rest = zip(*outputs, strict=True)
         features = torch.cat(whole, 2).flatten(1)
         if sum(each.shape[1] for each in rest):
@@ -152,7 +152,7 @@ class _TiledLinear(_Tiled):
 class _TiledEmbedding(_Tiled):
     @staticmethod
     def join(inputs: torch.Tensor, outputs: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """From each tile which of the indices it has, and what it has found for them."""
+        """Join the outputs of `_EmbeddingTile.forward`."""
         (_, joined), *others = outputs
         for has, found in others:
             joined = torch.where(has, found, joined)
@@ -163,7 +163,7 @@ class _Tiles(nn.ModuleList):
     """The modules of the tiles."""
 
     def __deepcopy__(self, _: object) -> "_Tiles":
-        """None: the copy of the layer gets its own (`make_tiles`)."""
+        """An empty list: the copy of the layer gets its own tiles (`make_tiles`)."""
         return _Tiles()
 
 
@@ -175,14 +175,14 @@ def _tiled_class(original: Any, kind: str) -> Any:
 
 
 class _Tile(nn.Module):
-    """The rows from `start` on, `num_rows` of them, of the shard of each rank that has them. It holds its parameters
-    only while they are gathered.
+    """`num_rows` rows, from `start` on, of the shard of each rank that has them. It holds its parameters only while
+    they are gathered.
 
     Attributes:
         following: the next tile, if any.
 
     Args:
-        layout: of the layer's weight.
+        layout: the layout of the layer's weight.
     """
 
     def __init__(self, layer: nn.Module, layout: ShardLayout, start: int, num_rows: int):
@@ -202,7 +202,8 @@ class _LinearTile(_Tile):
     bias: torch.Tensor | None
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[tokens, ranks, rows]`` of the ranks with whole shards, and ``[tokens, rows]`` of the next, maybe none."""
+        """Features ``[tokens, ranks, rows]`` of the ranks with whole shards, and ``[tokens, rows]`` (rows may be 0) of
+        the next rank."""
         features = linear(inputs, self.weight, self.bias)
         features = features.reshape(-1, features.shape[-1])
         size = self.num_whole * self.num_rows
@@ -215,7 +216,7 @@ class _EmbeddingTile(_Tile):
 
     def forward(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[..., 1]``: which of the indices are in this tile; ``[..., dim]``: their rows, and any row for the others.
-        An index that the layer does not have is an error here as well."""
+        Raises for an index that the layer does not have."""
         owner = indices.div(self.chunk, rounding_mode="floor")
         row = indices - owner * self.chunk - self.start
         is_valid = (indices >= 0) & (indices < self.shape[0])
@@ -240,7 +241,7 @@ class _Whole:
 
     Attributes:
         num_tiles: how many tiles it has.
-        arrived: the indices of the tiles that have added their gradient to its own, in this backward.
+        arrived: the indices of the tiles that have added their gradient to its gradient in this backward.
     """
 
     param: ManagedParameter
@@ -252,13 +253,13 @@ class _TileParameter(ManagedParameter):
     """The rows of a tile. Its sharded parameter is the layer's, and its slot is empty while it is sharded.
 
     Attributes:
-        index: of the tile.
+        index: the tile's index.
         start: the first of its rows in the layer's shard.
     """
 
     def __init__(self, whole: _Whole, index: int, start: int, num_rows: int, slot: Slot):
         param = whole.param
-        self.__dict__.update(param.__dict__)  # what is not said here is the layer's
+        self.__dict__.update(param.__dict__)  # everything not set below is the layer's
         self.slots, self.fqn = [slot], f"tiles.{index}.{slot.name}"
         shape = part_of(param.layout, start, num_rows).shape
         specs = ParamSpecs(param.plan.specs.mesh, param.plan.specs.placements, shape, strides(shape))
@@ -269,10 +270,10 @@ class _TileParameter(ManagedParameter):
 
     @property
     def at_rest(self) -> None:
-        """Nothing."""
+        """None: the slot is empty."""
 
     def refresh(self) -> bool:
-        """Find the tile's shard in the layer's. Returns whether that is another than before."""
+        """Find the tile's shard in the layer's. Returns whether it has changed."""
         whole, start = self.of.param, self.start * self.layout.row_numel
         before, self.flat = self.flat, whole.flat[start : start + self.layout.padded_numel]
         is_same = before.untyped_storage() is self.flat.untyped_storage() and whole.sharded is self.sharded
@@ -281,10 +282,10 @@ class _TileParameter(ManagedParameter):
 
 
 class _TileSink(Sink):
-    """Adds gradients of tiles to rows of the layer's."""
+    """Adds the gradients of tiles to rows of the layer's gradient."""
 
     def deliver(self, grads: Iterable[torch.Tensor]) -> list[ManagedParameter]:
-        """A parameter of the layer is complete when its last tile came."""
+        """Returns the layer's parameters that are complete: those whose last tile has arrived."""
         complete, rows, news = [], [], list(grads)
         for tile, grad in zip(cast(Sequence[_TileParameter], self.params), news, strict=True):
             rows.append(_rows_for(tile, grad))
@@ -302,7 +303,7 @@ class _TilePlan(ReductionPlan):
 
 
 def _rows_for(tile: _TileParameter, local: torch.Tensor) -> torch.Tensor:
-    """The rows for the tile's gradient `local` in the layer's, which is zeros if there was none."""
+    """The tile's rows in the layer's gradient, which is created as zeros if needed."""
     whole = tile.of.param
     if backward_hooks_of(whole.sharded):
         raise UnsupportedError(
@@ -316,10 +317,10 @@ def _rows_for(tile: _TileParameter, local: torch.Tensor) -> torch.Tensor:
 
 
 class _LayerGroup(Bucket):
-    """The parameters of a tiled layer, which are never gathered whole, in place of `group`.
+    """Replaces `group`, for the parameters of a tiled layer, which are never gathered whole.
 
     Attributes:
-        tiles: the groups of the tiles' units that have their rows.
+        tiles: the groups of the tiles' units.
     """
 
     def __init__(self, group: Bucket):
@@ -329,7 +330,7 @@ class _LayerGroup(Bucket):
         self.tiles: list[Bucket] = []
 
     def unshard(self, *_: object) -> None:
-        """The tiles' units gather them."""
+        """Does nothing: the tiles' units gather."""
 
     def refresh(self) -> bool:
         """Adopt parameters that were moved, converted or replaced, in the tiles as well."""
@@ -350,17 +351,17 @@ class _NoGradients(Gradients):
             whole.arrived.clear()
 
     def take(self, *_: object) -> list[Reduction]:
-        """None: the tiles' units reduce them."""
+        """Takes none: the tiles' units reduce them."""
         return []
 
 
 def _nothing() -> None:
-    """No gradient of a layer arrives whole."""
+    """No gradient of a tiled layer arrives whole."""
 
 
 def part_of(layout: ShardLayout, start: int, num_rows: int) -> ShardLayout:
-    """What the rows from `start` on, `num_rows` of them, of each chunk of dim 0 are together, in the order of the
-    chunks: a tensor that is cut in the same way, since not more than ``parts - 1`` rows are missing in all.
+    """The layout of `num_rows` rows, from `start` on, of each chunk of dim 0, joined in the order of the chunks. They
+    are split in the same way as the whole, since at most ``parts - 1`` rows are missing in all.
 
     >>> layout = ShardLayout((7,), 0, 2)
     >>> [layout.local_size(rank) for rank in range(2)]
@@ -375,14 +376,14 @@ def part_of(layout: ShardLayout, start: int, num_rows: int) -> ShardLayout:
     return ShardLayout((size, *layout.shape[1:]), 0, layout.parts)
 
 
-# --- what fully_shard does with it ------------------------------------------------------------------------------------
+# --- called by fully_shard --------------------------------------------------------------------------------------------
 
 
 def check_tiled(drafts: Sequence[Draft]) -> None:
     """Before `fully_shard` makes these units.
 
     Raises:
-        UnsupportedError: a tiled layer cannot be cut into tiles, or a weight is tied to that of a tiled layer.
+        UnsupportedError: a layer cannot be split into tiles, or a weight is tied to that of a tiled layer.
     """
     for draft in drafts:
         for fqn, _, param in draft.tied:
@@ -420,7 +421,7 @@ def _check_layer(layer: nn.Module, plans: dict[str, Plan], tied: set[str]) -> No
 
 
 def make_tiles(unit: Unit) -> None:
-    """If `unit` was made for a tiled layer, give that its tiles, and each tile a unit with the settings of `unit`."""
+    """If `unit` was made for a tiled layer, make its tiles, and for each tile a unit with the settings of `unit`."""
     layer = next(iter(unit.modules), None)
     if not isinstance(layer, _Tiled) or not unit.groups:
         return
@@ -433,7 +434,7 @@ def make_tiles(unit: Unit) -> None:
     for group, of_group in zip(groups, wholes, strict=True):
         group.gradients.wholes = of_group
     kind = _LinearTile if isinstance(layer, _TiledLinear) else _EmbeddingTile
-    policy = replace(unit.policy, output_dtype=None)  # the outputs of the layer are cast
+    policy = replace(unit.policy, output_dtype=None)  # only the layer's outputs are cast
     features = {name: value for name, value in unit.settings.features.items() if name != "manual_finalization"}
     settings = replace(unit.settings, features=features)  # without that of the root, which no tile is
     modules = [kind(layer, layout, start, num_rows) for start, num_rows in spans]
@@ -460,7 +461,7 @@ def make_tiles(unit: Unit) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _prefetch_next(module: Any, _: object) -> None:
-    """Gather the next tile while this one computes. Not when they are recomputed: the one before is still there."""
+    """Gather the next tile while this one computes. Not in a recomputation: the previous tile is still gathered."""
     if module.following is not None and not backward_is_running():
         unit = unit_for(module.following())
         with profiler_range("FSDP::forward_prefetch for", unit.fqn), outside_transforms():

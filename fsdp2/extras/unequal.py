@@ -1,16 +1,16 @@
 """`join`: ranks that run different numbers of microbatches in a step. Layer: extras.
 
-In each turn the ranks tell each other who has a microbatch left. Those that have none *serve* it::
+In each turn the ranks exchange who has a microbatch left. Ranks without one *serve* the others::
 
     turn      0              1              2              3
     rank 0    microbatch 0   microbatch 1   microbatch 2   -
     rank 1    microbatch 0   serves         serves         -
     rank 2    serves         serves         serves         -
 
-A rank that serves calls the hooks of all units as the last forward did. In place of computing, a unit passes a tensor
-on, whose backward gives the unit's parameters gradients of zero. So the rank takes part in all collectives, in the same
-order, and whatever is set for units holds here too. A rank that has run no forward yet is told by another one, through
-the store of the process group, which units start and end.
+A serving rank calls the hooks of all units in the order of the last forward. Instead of computing, a unit passes on a
+tensor whose backward gives the unit's parameters zero gradients. So the rank takes part in all collectives, in the same
+order, and all settings of units apply. A rank that has not run a forward yet learns from another rank, through the
+store of the process group, which units start and end.
 """
 
 from collections.abc import Iterable, Iterator, Sized
@@ -42,8 +42,8 @@ _PATIENCE = timedelta(minutes=5)  # for another rank's first forward, from one u
 
 
 class _Call(NamedTuple):
-    """One event of a forward: ``start`` and ``end`` of a module with hooks of a unit, ``use`` of one that holds some of
-    its parameters. `unit`, `module`: their indices, below the root and in the unit."""
+    """One event of a forward: ``start`` or ``end`` of a module with a unit's hooks, ``use`` of a module that holds some
+    of its parameters. `unit`, `module`: the index of the unit below the root, and of the module in the unit."""
 
     kind: str
     unit: int
@@ -56,10 +56,10 @@ _FIRST, _LAST = _Call("start", 0), _Call("end", 0)
 
 
 class Join:
-    """What `join` gives its block.
+    """What the block of `join` gets.
 
     Attributes:
-        weight: of this rank's microbatches so far.
+        weight: the sum of the weights of this rank's microbatches so far.
     """
 
     def __init__(self, module: FSDPModule, total: float | None):
@@ -68,26 +68,26 @@ class Join:
         self._units = units_below(module)
         self._total = total
         self._known = _known.setdefault(self._units[0], {})
-        self._calls: list[_Call] = []  # of the forward that runs
-        self._told_as: str | None = None  # this rank tells others what its forward does, by keys of this name
-        self._has_trained = False  # on some rank
-        self._has_weight = False  # the microbatch that runs has told its weight
+        self._calls: list[_Call] = []  # of the running forward
+        self._told_as: str | None = None  # prefix of the keys with which this rank publishes its forward
+        self._has_trained = False  # any rank has
+        self._has_weight = False  # the running microbatch has passed its weight
         self._is_open = False  # a loop has begun and not ended
         groups = [group for unit in self._units for group in unit.groups]
         mesh = max((group.roles.mesh for group in groups), key=lambda mesh: mesh.size())
         self._group, self._device = flatten_mesh(mesh).get_group(), self._units[0].device
 
     def each(self, microbatches: Iterable[Batch], *, accumulate: bool = False) -> Iterator[Batch]:
-        """This rank's microbatches, one by one. Collective: all ranks call it, in the same grad mode, each with as many
-        as it has, also none. While other ranks have more, this one serves them, before the loop ends.
+        """This rank's microbatches, one by one. Collective: all ranks call it, in the same grad mode, each with any
+        number of microbatches, including none. If other ranks have more, this one serves them before the loop ends.
 
-        With gradients each microbatch is one forward and one backward of the module, and without one forward.
+        With gradients each microbatch is one forward and one backward of the module; without, one forward.
 
         Args:
-            accumulate: reduce gradients in the last turn only, in place of in each. All ranks pass sequences.
+            accumulate: reduce gradients only in the last turn, not in each. All ranks must pass sequences.
 
         Raises:
-            ArgumentError: `accumulate`, and a rank's `microbatches` have no length.
+            ArgumentError: `accumulate` is set, and a rank's `microbatches` have no length.
             OrderError: there are gradients already; the loop was left early on this rank (raised at the end of `join`).
         """
         is_training = torch.is_grad_enabled()
@@ -125,13 +125,13 @@ class Join:
         self._is_open = False
 
     def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
-        """``loss.backward()`` of a microbatch that counts `weight` times, such as its number of samples or tokens, over
-        which `loss` is the mean. Without this method each microbatch counts once."""
+        """``loss.backward()`` of a microbatch with this weight: the number of samples or tokens over which `loss` is
+        the mean. A plain ``loss.backward()`` has weight 1."""
         self.weight += weight
         self._has_weight = True
         (loss * weight).backward()
 
-    # --- what is exchanged -------------------------------------------------------------------------------------------
+    # --- exchanges ---------------------------------------------------------------------------------------------------
 
     def _exchange(self, what: str, value: int) -> list[int]:
         """The values of all ranks. Collective: a tensor of a few bytes."""
@@ -142,11 +142,11 @@ class Join:
         return torch.cat(found).tolist()
 
     def _name(self) -> str:
-        """Of keys in the store; the same on all ranks, and another one in each turn."""
+        """A prefix for keys in the store: the same on all ranks, different in each turn."""
         return f"fsdp2/join/{trail_of(self._group).position}"
 
     def _told(self) -> Iterator[_Call]:
-        """What another rank does in its forward, as it does it."""
+        """The events of another rank's forward, as they happen."""
         store, name = store_of(self._group), self._name()
         while True:
             key = f"{name}/{len(self._calls)}"
@@ -200,12 +200,12 @@ class Join:
     # --- serving -----------------------------------------------------------------------------------------------------
 
     def follow(self) -> list[RemovableHandle]:
-        """Note the order in which units run. Returns what ends that."""
+        """Record the order in which units run. Returns handles that end this."""
         handles = []
         for index, unit in enumerate(self._units):
             for number, module in enumerate(unit.modules):
                 start, end = _Call("start", index, number), _Call("end", index, number)
-                # Before the hooks of the unit: others that are told so must gather it too.
+                # Before the unit's own hooks: ranks that read this must gather it too.
                 handles.append(module.register_forward_pre_hook(partial(self._note, start), prepend=True))
                 handles.append(module.register_forward_hook(partial(self._note, end)))
             for holder in dict.fromkeys(slot.module for param in unit.params for slot in param.slots):
@@ -225,7 +225,7 @@ class Join:
             self._known[torch.is_grad_enabled()], self._told_as = self._calls, None
 
     def _serve(self, is_training: bool, is_told: bool) -> None:
-        """Take part in a forward, and its backward, of other ranks."""
+        """Take part in a forward, and its backward if training, of other ranks."""
         self._calls = []
         value = torch.zeros(1, device=self._device, requires_grad=is_training)
         done: set[int] = set()
@@ -235,7 +235,8 @@ class Join:
                 continue
             module = unit.modules[call.module]
             if call.kind == "start":
-                # The root's inputs need no gradients on the other ranks either. That it has none says that it serves.
+                # The root's inputs need no gradients on the other ranks either. Optional units see that this rank
+                # serves, because the root gets no inputs.
                 args, _ = pre_forward(module, () if call == _FIRST else (value,), {})
                 value = args[0] if args else value
             elif (
@@ -244,7 +245,7 @@ class Join:
                 done.add(call.unit)
                 value = _zeros(value, *_trained(unit))
             if call.kind == "end":
-                value = post_forward(module, (), value.clone())  # whose hooks run before those of units within
+                value = post_forward(module, (), value.clone())  # its hooks run before those of inner units
         if is_told:
             self._known[is_training] = self._calls
         if is_training:
@@ -252,7 +253,7 @@ class Join:
 
 
 class _Zeros(torch.autograd.Function):
-    """Passes a value on; its backward gives the parameters gradients of zero."""
+    """Identity on `value`; its backward gives the parameters zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
@@ -274,17 +275,17 @@ def _trained(unit: Unit) -> list[torch.Tensor]:
 
 @contextmanager
 def join(module: nn.Module, *, total: float | None = None) -> Iterator[Join]:
-    """Let ranks run different numbers of microbatches, none included, with gradients or without. Collective: all ranks
+    """Let ranks run different numbers of microbatches, including none, with or without gradients. Collective: all ranks
     enter and leave it, with the root.
 
-    Gradients are the sum of all ranks' microbatches, each times its weight, divided by the sum of the weights: what one
-    process gets that runs them all. The ranks exchange the weights at the end of the block; step the optimizer after
-    it. Ranks that are split by tensor parallelism alone have the same microbatches.
+    Gradients are the weighted mean over all ranks' microbatches: what one process gets that runs them all. The ranks
+    exchange the weights at the end of the block; step the optimizer after it. Ranks that differ only in their
+    tensor-parallel part must have the same microbatches.
 
     Args:
         module: the root of sharded modules.
-        total: the sum of all ranks' weights, if it is known. Then gradients are divided as they are reduced, which
-            `step_in_backward` needs.
+        total: the sum of all ranks' weights, if known in advance. Then gradients are divided when they are reduced, as
+            `step_in_backward` needs it.
 
     Raises:
         ArgumentError: `module` is not sharded.
@@ -297,8 +298,8 @@ def join(module: nn.Module, *, total: float | None = None) -> Iterator[Join]:
                 work.backward(loss_of(model, batch), weight=len(batch))
         optimizer.step()
 
-    Use ``use_reentrant=False`` for checkpoints, because reentrant ones gather in another order. A rank that serves does
-    not know which parameters get no gradient: there set `set_reduce_scatter_unused_params`.
+    Use ``use_reentrant=False`` for activation checkpoints, because reentrant ones gather in another order. A serving
+    rank does not know which parameters get no gradient; if there are any, use `set_reduce_scatter_unused_params`.
     """
     if not isinstance(module, FSDPModule):
         raise ArgumentError(f"join: expected a module on which fully_shard was called, got {type(module)}")

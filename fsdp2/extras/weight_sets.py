@@ -2,7 +2,7 @@
 
 ::
 
-    shards of the model     [policy]   -- use("ref") -->   [ref]        the values change places, on each rank
+    shards of the model     [policy]   -- use("ref") -->   [ref]        the values are swapped, on each rank
     set "ref"               [ref]      <-- afterwards --   [policy]     without communication
 """
 
@@ -20,13 +20,13 @@ from fsdp2.runtime.root import units_below
 
 
 def weight_sets(model: nn.Module) -> "WeightSets":
-    """Sets of values for the parameters of `model`, none at first. See `WeightSets`."""
+    """Named sets of values for the parameters of `model`; empty at first. See `WeightSets`."""
     return WeightSets(model)
 
 
 class WeightSets:
-    """Values that parameters may have in place of their own, each set under a name. They are exchanged shard by shard,
-    without communication: every rank that shares parameters makes the same calls, between two steps.
+    """Named sets of alternative values for a model's parameters. They are swapped shard by shard, without
+    communication: every rank that shares parameters must make the same calls, between two steps.
 
     Example::
 
@@ -45,18 +45,18 @@ class WeightSets:
 
     @property
     def names(self) -> list[str]:
-        """Of all sets."""
+        """The names of all sets."""
         return [*self._sets]
 
     def save(
         self, name: str, *, on_host: bool = False, only: Callable[[str], bool] | None = None, decay: float = 0.0
     ) -> None:
-        """Let the set `name` have the present values; it is made if there is none.
+        """Store the current values as the set `name`, which is created if needed.
 
         Args:
-            on_host: keep them in host memory, page-locked beside an accelerator.
+            on_host: keep them in host memory, page-locked if there is an accelerator.
             only: called with each parameter's name; the set has those for which it returns True.
-            decay: how much of the values that the set had stays: ``decay * old + (1 - decay) * new``, an average.
+            decay: keep a moving average: ``decay * old + (1 - decay) * new``.
 
         Raises:
             OrderError: the set is in use.
@@ -77,14 +77,14 @@ class WeightSets:
         self._sets[name] = values
 
     def drop(self, name: str) -> None:
-        """Forget a set. Raises `OrderError` if it is in use."""
+        """Delete a set. Raises `OrderError` if it is in use."""
         self._check_unused(name)
         self._sets.pop(self._known(name))
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
-        """Within this context the parameters have the values of the set, and the set has theirs. What changes within it
-        stays with the set. Values change places again at the end, whatever happens within."""
+        """Within this context the parameters have the values of the set, and the set has theirs. Changes made in the
+        context stay with the set. On exit, also after an exception, the values are swapped back."""
         self._check_unused(self._known(name))
         self._exchange(name)
         self._in_use.append(name)
@@ -95,8 +95,8 @@ class WeightSets:
             self._exchange(name)
 
     def state_dict(self, name: str, prefix: str = "") -> dict[str, torch.Tensor]:
-        """The values of a set by the names of the parameters behind `prefix`, DTensors as these: for
-        `fsdp2.checkpoint`, which also loads into it. Not a copy."""
+        """The values of a set, by `prefix` + parameter name, as DTensors like the parameters. Not a copy, so
+        `fsdp2.checkpoint` can save it and load into it."""
         found: dict[str, torch.Tensor] = {}
         params = dict(self._model.named_parameters())
         for key, local in self._sets[self._known(name)].items():
@@ -114,7 +114,7 @@ class WeightSets:
             raise OrderError(f"weight_sets: the set '{name}' is in use; leave the `use` of it first")
 
     def _shards(self) -> dict[str, torch.Tensor]:
-        """What this rank holds of each parameter, which will be read or changed."""
+        """This rank's shard of each parameter, which is about to be read or changed."""
         for unit in units_below(self._model):
             unit.reshard_all()
         return {

@@ -1,7 +1,6 @@
-"""`ZeroPolicy`: the stages of ZeRO. Layer: extras, beside the policies.
+"""`ZeroPolicy`: the stages of ZeRO. Layer: extras, next to the policies.
 
-The core asks it for another mesh, other roles of its axes, and other settings for the backwards of a step before the
-last.
+The core asks it for the mesh, the roles of its axes, and the settings of backwards before the last one of a step.
 """
 
 from dataclasses import dataclass, replace
@@ -39,17 +38,17 @@ class ZeroPolicy:
     Attributes:
         stage: 0 to 3.
         shard_size: the number of ranks over which parameters are sharded; they are replicated over the others (HSDP,
-            MiCS). The policy creates the mesh, so pass none to `fully_shard`. None: as the mesh says, all ranks by
-            default.
+            MiCS). The policy creates the mesh, so pass none to `fully_shard`. None: given by the mesh, by default all
+            ranks.
         secondary_shard_size: with stage 3, the number of ranks that together hold a second copy between forward and
             backward, so that backward gathers only among them (ZeRO++'s hpZ).
         shard_replicas: with stage 3 and a replicate axis, also shard the parameters, their gradients and the optimizer
             state over the replicas. A step gathers them once over the replicas; all other gathers stay within one.
         keep_frozen: parameters that do not require gradients when `fully_shard` is called stay gathered after their
             first use (LoRA on a base model that fits). ``"host"``: each rank keeps them in host memory, whole and in
-            the compute dtype (page-locked where there is an accelerator), and copies them from there where it would
-            gather. Their sharded form may then be changed only through `load_state_dict`, by operators on the DTensors,
-            or in `full_params`, and on all ranks; they are gathered again after that.
+            the compute dtype (page-locked if there is an accelerator), and copies them from there instead of gathering.
+            Then change their sharded form only by `load_state_dict`, operators on the DTensors, or in `full_params`,
+            and on all ranks; they are gathered again after that.
 
     Raises:
         ArgumentError: a stage that does not exist, or fields that contradict each other.
@@ -124,7 +123,7 @@ class ZeroPolicy:
         return replace(roles, sharded_replicas=True)
 
     def reshard_after_forward(self, value: bool | int | None) -> bool | int | None:
-        """The secondary shards' size; below stage 3 parameters stay gathered."""
+        """The size of the secondary shards; below stage 3 False, since parameters stay gathered."""
         if self.stage == 3 and self.secondary_shard_size is None:
             return value
         if value is not None:

@@ -18,7 +18,7 @@ ALIGN_BYTES = 256  # the alignment of CUDA's allocator, which vectorised kernels
 
 
 class FlatStorage:
-    """`nbytes` of memory on `device`, allocated on the stream that is current at `alloc`. `is_taken`: it is allocated."""
+    """`nbytes` of memory on `device`, allocated on the stream that is current at `alloc`; `is_taken` while it is."""
 
     def __init__(self, nbytes: int, device: torch.device):
         self.nbytes = nbytes
