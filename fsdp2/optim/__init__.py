@@ -1,6 +1,6 @@
 """Clipping and optimizers on local shards. Layer: above the API; imports no checkpointing."""
 
-from fsdp2.optim import state as _state  # noqa: F401  # checkpoints know these optimizers by it
+from fsdp2.optim import state as _state  # noqa: F401  # registers these optimizers with checkpoints
 from fsdp2.optim.adopt import adopt_optimizer
 from fsdp2.optim.asleep import asleep, sleep, wake
 from fsdp2.optim.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm

@@ -1,10 +1,9 @@
 """Optimizers that were created before `fully_shard`, and a warning for those that hold replaced parameters. Layer:
 optim.
 
-`fully_shard` replaces parameter objects, and so do `load_state_dict(assign=True)` and the like. An optimizer that holds
-the originals, or the unsharded parameters (it was created while a unit was unsharded), silently steps on tensors that
-the model no longer uses. So does one that holds plain parameters on the meta device that `Module.to_empty` has
-replaced.
+`fully_shard`, `load_state_dict(assign=True)` and similar calls replace parameter objects. An optimizer that holds the
+originals, or the unsharded parameters (it was created while a unit was unsharded), silently steps tensors that the
+model no longer uses. So does one that holds plain parameters on the meta device that `Module.to_empty` has replaced.
 """
 
 import warnings
@@ -24,29 +23,29 @@ __all__ = ["adopt_optimizer"]
 
 MAKE_IT_LATER = "Make the optimizer after the model has its values."
 
-# The number of param groups of each optimizer, and of sharded parameters that had been replaced, at the last check.
+# By optimizer: the numbers of its param groups and of replaced sharded parameters at the last check.
 _checked: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
 
 
 def adopt_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer that was created before `fully_shard` optimize the sharded parameters.
+    """Make an optimizer that was created before `fully_shard` step the sharded parameters.
 
-    Works in place: in the param groups each original parameter is replaced by its sharded parameter, keeping its
-    options and position. State that has the parameter's shape is cut to this rank's shard and becomes a DTensor like
-    the parameter, whether it was created with the optimizer (Adagrad) or by steps; counters stay unchanged. A scheduler
-    or `GradScaler` that holds the optimizer keeps working, so training that began unsharded can continue.
+    Works in place: in the param groups each original parameter is replaced by its sharded parameter, with the same
+    options and position. State that has the parameter's shape is reduced to this rank's shard and becomes a DTensor
+    like the parameter, whether it was created with the optimizer (Adagrad) or by steps; counters stay unchanged. A
+    scheduler or `GradScaler` that holds the optimizer keeps working, so training that began unsharded can continue.
 
-    Call it after the last `fully_shard`. All ranks hold the same state before, so nothing is communicated. Parameters
-    that are not sharded, or were already adopted, stay as they are, so calling it again does nothing. An optimizer that
-    was created while units were unsharded, or before ``load_state_dict(assign=True)`` replaced parameters, is repaired
+    Call it after the last `fully_shard`. All ranks must hold the same state; nothing is communicated. Parameters that
+    are not sharded, or were already adopted, stay as they are, so a second call does nothing. An optimizer that was
+    created while units were unsharded, or before ``load_state_dict(assign=True)`` replaced parameters, is repaired in
     the same way.
 
     Args:
         optimizer: any optimizer that keeps its per-parameter state in ``optimizer.state[param]``.
 
     Raises:
-        ArgumentError: state is on the meta device while its parameter is not, so it has no values. Nothing is changed
-            then.
+        ArgumentError: state is on the meta device while its parameter is not, so it has no values. Then nothing is
+            changed.
 
     Example::
 
@@ -63,7 +62,7 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer) -> None:
         param: _sharded_state(optimizer.state[param], stale[param]) for param in stale if param in optimizer.state
     }
     for group in optimizer.param_groups:
-        # Keep the list object: some optimizers hold it outside their groups, too.
+        # Keep the list object: some optimizers also refer to it outside of their groups.
         group["params"][:] = [stale[param].sharded if param in stale else param for param in group["params"]]
     moved = [
         (stale[param].sharded, states[param]) if param in states else (param, state)
@@ -74,7 +73,7 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _successor(param: torch.Tensor) -> ManagedParameter | None:
-    """What manages `param` now, if the model has replaced it; else None."""
+    """The managed parameter that has replaced `param` in the model, or None."""
     managed = managed_by(param)
     return None if managed is None or managed.sharded is param else managed
 
@@ -109,7 +108,7 @@ def _sharded_value(key: str, value: Any, managed: ManagedParameter) -> Any:
             f"{MAKE_IT_LATER}"
         )
     if isinstance(value, DTensor) and value.device_mesh == sharded.device_mesh:
-        return value  # of a sharded parameter that was replaced
+        return value  # the replaced parameter was already sharded
     piece = _piece(local_tensor(value) if isinstance(value, DTensor) else value, managed)
     own = torch.empty_like(local, dtype=value.dtype)  # with the parameter's strides
     own.copy_(piece)

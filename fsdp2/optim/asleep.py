@@ -1,5 +1,5 @@
-"""`asleep`: a model's shards, gradients and optimizer state wait in host memory or in files, while others use the
-device. Layer: optim.
+"""`asleep`: moves a model's shards, gradients and optimizer state to host memory or files, so that other work can use
+the device. Layer: optim.
 
 ::
 
@@ -8,11 +8,11 @@ device. Layer: optim.
 
 Parameters, gradients and the optimizer stay the same objects; a DTensor gets another local tensor.
 
-`wake(overlap=True)` copies beside the next forward::
+`wake(overlap=True)` copies while the next forward runs::
 
     current stream    | allocate | gather of unit 0, compute ... | gather of unit 1, compute ...        | step
     copies                       | unit 0 | unit 1 | ... | optimizer state |
-                                          ^ the gather waits for this unit's copy; the step for all of the state's
+                                          ^ the gather waits for its unit's copy, the step for the copy of all state
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ from fsdp2.runtime.streams import Streams, streams_for
 from fsdp2.runtime.unit import Unit
 
 KINDS = ("weights", "gradients", "optimizer", "buffers")
-_Back = Callable[[bool], None]  # brings something back; whether beside the next forward
+_Back = Callable[[bool], None]  # moves something back; with the argument `overlap`
 _sleeping: "WeakKeyDictionary[nn.Module, list[_Back]]" = WeakKeyDictionary()
 
 
@@ -64,20 +64,21 @@ def asleep(
 def sleep(
     model: nn.Module, *optimizers: torch.optim.Optimizer, keep: Sequence[str] = (), folder: str | None = None
 ) -> None:
-    """Move what the model has on the device to host memory, until `wake`. No communication. Between two steps.
+    """Move everything that the model has on the device to host memory, until `wake`. No communication. Call it between
+    two steps.
 
     Parameters, gradients, optimizers and their state stay the same objects. State dicts, checkpoints and
-    `fsdp2.weights` work while it sleeps; a forward, and an optimizer step, raise.
+    `fsdp2.weights` work while the model sleeps; a forward or an optimizer step raises.
 
     Args:
-        model: with units of fsdp2; shards that are offloaded stay where they are.
-        optimizers: whose state sleeps too.
-        keep: what stays: some of "weights", "gradients", "optimizer", "buffers".
-        folder: a folder for files that hold what sleeps, in place of page-locked memory.
+        model: a model with units; offloaded shards stay where they are.
+        optimizers: optimizers whose state is moved too.
+        keep: what stays on the device: any of "weights", "gradients", "optimizer", "buffers".
+        folder: move to files in this folder instead of page-locked memory.
 
     Raises:
         ArgumentError: `keep` has another word; nothing in `model` is sharded.
-        OrderError: it sleeps already; called in forward or backward; or gradients wait to be reduced.
+        OrderError: the model sleeps already; called in forward or backward; or there are unreduced gradients.
     """
     wrong = [each for each in keep if each not in KINDS]
     if wrong:
@@ -91,7 +92,7 @@ def sleep(
     streams = streams_for(units[0].device)
     with streams.copying():
         last = streams.record()
-    streams.wait(last)  # of a wake that was not followed by a step
+    streams.wait(last)  # the copies of a wake that no step has followed
     for unit in units:
         unit.reshard_all()
         for group in unit.groups:
@@ -105,7 +106,7 @@ def sleep(
     if "optimizer" not in keep:
         for optimizer in optimizers:
             if isinstance(optimizer, LocalOptimizer):
-                optimizer.flats = None  # they lie on the memory that the state leaves
+                optimizer.flats = None  # they are on the memory that the state leaves
             back += [_put_state(state, place) for state in optimizer.state.values()]
             refuse = optimizer.register_step_pre_hook(_refuse_step)
             back.append(partial(_wake_optimizer, optimizer, refuse, units[0].device))
@@ -120,13 +121,13 @@ def wake(model: nn.Module, *, overlap: bool = False) -> None:
     """Move back what `sleep` has moved. No communication. The host does not wait for the copies.
 
     Args:
-        overlap: copy weights and optimizer state on a stream of their own, while the next forward runs: a unit's gather
-            waits for its weights, and the optimizer's step for its state. What else reads weights or state itself, as
-            ``param.full_tensor()`` does, must come after that forward, or that step. Without, copies are issued on the
-            current stream, and what is issued next there finds the values.
+        overlap: copy weights and optimizer state on a separate stream while the next forward runs: a unit's gather
+            waits for its weights, and the optimizer's step for its state. Anything else that reads weights or state,
+            such as ``param.full_tensor()``, must come after that forward or that step. False: copy on the current
+            stream, so that work issued there next sees the values.
 
     Raises:
-        OrderError: the model does not sleep.
+        OrderError: the model is not asleep.
     """
     if model not in _sleeping:
         raise OrderError("wake: this model does not sleep; call fsdp2.sleep(model) first")
@@ -154,7 +155,7 @@ def _check(model: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Memory for a copy of it; None if it is there already."""
+    """Host memory for a copy of it; None if it is in host memory already."""
     if tensor.device == host() or tensor.is_meta:
         return None
     return torch.empty_like(tensor, device=host(), pin_memory=tensor.device.type != "cpu")
@@ -170,7 +171,7 @@ _Place = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 def _put_shards(group: Bucket, place: _Place) -> _Back:
-    """Let the shards of a group sleep."""
+    """Move the shards of a group."""
     moved: list[tuple[Any, torch.Tensor]] = []
     group.settle()
     with torch.inference_mode(False), torch.no_grad():
@@ -192,14 +193,14 @@ def _put_shards(group: Bucket, place: _Place) -> _Back:
 
 
 def _give(moved: Sequence[tuple[Any, torch.Tensor]]) -> None:
-    """Let the parameters have these flat tensors."""
+    """Give the parameters these flat tensors."""
     for param, flat in moved:
         param.flat = flat
         set_local_tensor(param.sharded, param.geometry.local_view(flat), param.plan.specs.sharded(flat.dtype))
 
 
 def _follow(group: Bucket) -> None:
-    """Let the group hold nothing of those before."""
+    """Drop the group's references to the previous tensors."""
     group.refresh()
     group.channel_changed()
 
@@ -221,8 +222,8 @@ def _wake_shards(group: Bucket, moved: Sequence[tuple[Any, torch.Tensor]], refus
 
 @contextmanager
 def _beside(streams: Streams, overlap: bool) -> Iterator[None]:
-    """Run a block on the stream of copies. It writes to memory that was allocated on the current stream, which may
-    still use it for what it was before. The host allocator keeps page-locked memory until it was read."""
+    """Run a block on the copy stream, after the current stream: the block writes to memory that was allocated there,
+    whose previous content may still be in use. The host allocator keeps page-locked memory until it has been read."""
     if not overlap:
         yield
         return
@@ -233,7 +234,7 @@ def _beside(streams: Streams, overlap: bool) -> Iterator[None]:
 
 
 class _Arriving:
-    """Lets who needs the shards wait for their copy."""
+    """Makes users of the shards wait for their copy."""
 
     def __init__(self, group: Bucket, streams: Streams, copied: Any):
         self._group, self._streams, self._copied = group, streams, copied
@@ -241,7 +242,7 @@ class _Arriving:
 
     def __call__(self, is_gather: bool) -> None:
         self._streams.wait(self._copied)
-        # Compute waits for a gather, so at the second one everything has waited.
+        # Compute waits for each gather, so at the second one everything has waited.
         if self._is_gathered or not is_gather:
             self._group.changing.remove(self)
         self._is_gathered = True
@@ -257,7 +258,7 @@ def _refuse_step(*_: object) -> None:
 
 
 def _put_tensor(tensor: torch.Tensor, place: _Place) -> _Back:
-    """Let a gradient, a buffer or another tensor sleep."""
+    """Move a gradient, a buffer or another tensor."""
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     new = None if is_wrapper(local) else place(local.detach())
     if new is None:
@@ -286,7 +287,7 @@ def _wake_tensor(tensor: torch.Tensor, device: torch.device, overlap: bool) -> N
 def _wake_optimizer(
     optimizer: torch.optim.Optimizer, refuse: RemovableHandle, device: torch.device, overlap: bool
 ) -> None:
-    """Its state is under way."""
+    """The optimizer's state is being copied back: let its next step wait for that."""
     refuse.remove()
     streams = streams_for(device)
     with _beside(streams, overlap):
@@ -303,7 +304,7 @@ def _wake_optimizer(
 
 
 def _put_state(state: dict[Any, Any], place: _Place) -> _Back:
-    """Let the state of one parameter sleep. Counters on the CPU stay."""
+    """Move the state of one parameter. Counters on the CPU stay."""
     tensors = [each for each in state.values() if isinstance(each, torch.Tensor) and each.ndim]
     return partial(_each, [_put_tensor(each, place) for each in tensors])
 

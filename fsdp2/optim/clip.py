@@ -43,21 +43,21 @@ def clip_grad_norm_(
 
     Args:
         parameters: DTensors on any number of meshes, with any placements, and plain tensors, which must have the same
-            gradients on all ranks. Of units that are unsharded now, the sharded parameters are taken.
+            gradients on all ranks. An unsharded parameter stands for its sharded one.
         max_norm: the largest norm to allow.
         norm_type: any number above 0, ``inf`` (the largest absolute value) or ``-inf`` (the smallest).
         error_if_nonfinite: raise, before anything is scaled, if the norm is infinite or NaN.
-        foreach: False takes the tensors one by one.
+        foreach: False processes the tensors one by one.
 
     Returns:
         The norm before scaling: a plain 0-dim tensor, the same on every rank, on the first gradient's device, in
-        float32 (float64 if a parameter has that).
+        float32 (float64 if any parameter is float64).
 
     Raises:
         ArgumentError: a `norm_type` that is none of the above.
         RuntimeError: see `error_if_nonfinite`.
-        OrderError: a backward has stepped these parameters already (`step_in_backward`); or gradients are unreduced,
-            for the second time, and none was ever reduced.
+        OrderError: a backward has stepped these parameters already (`step_in_backward`); or gradients are unreduced in
+            a second call, and none was ever reduced.
 
     Example::
 
@@ -112,8 +112,8 @@ def clip_grads_with_norm_(
     Args:
         parameters: as for `clip_grad_norm_`.
         max_norm: the largest norm to allow.
-        total_norm: 0-dim and plain.
-        foreach: False takes the tensors one by one.
+        total_norm: a plain 0-dim tensor.
+        foreach: False processes the tensors one by one.
 
     Raises:
         OrderError: as `clip_grad_norm_`.
@@ -132,7 +132,7 @@ def clip_grads_with_norm_(
 
 
 def _with_gradients(params: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Sharded parameters in place of unsharded ones, whose gradients were reduced to those; and the gradients."""
+    """The parameters, with sharded ones instead of their unsharded forms, and the gradients."""
     grads = list(map(grad_of, params))
     if not all(map(is_not, grads, repeat(None))):
         params = [_sharded_form(param) if param.requires_grad and param.grad is None else param for param in params]
@@ -146,7 +146,7 @@ def _sharded_form(param: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Their local tensors, joined where they lie end to end."""
+    """Their local tensors; contiguous ones are joined."""
     return joined([_local(grad) for grad in grads if grad is not None])[1]
 
 

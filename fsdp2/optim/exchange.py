@@ -1,16 +1,16 @@
 """The two collectives of a bucket of matrices: gradients to the owners, new values back. Layer: optim.
 
-Each is one all-to-all. What one rank sends another are its pieces of the other's matrices, one after the other::
+Each is one all-to-all. A rank sends another rank its pieces of that rank's matrices, one after the other::
 
     in    rank r -> owner    a flag for each matrix: r has a gradient; then [gradient, parameter] of r's pieces
     out   owner -> rank r    [parameter] of r's pieces, after the step
 
-Sizes depend on shapes alone, never on which gradients exist, and every rank takes part. So empty shards and missing
+Sizes depend only on shapes, never on which gradients exist, and every rank takes part. So empty shards and missing
 gradients cannot make ranks disagree. A rank without a gradient sends zeros; if no rank has one, the owner sends the
-parameter back as it was. All travels in one dtype, which represents the values of parameters and gradients exactly.
+parameter back unchanged. All values are sent in one dtype, which represents parameters and gradients exactly.
 
-Parameters travel in, although the owner could keep a copy: whatever changes the shards (loading a checkpoint, averaged
-weights, the user) would have to reach the copy too, and a change that does not is a silent wrong result.
+Parameters are sent in each step, although the owner could keep a copy: every change of the shards (loading a
+checkpoint, averaged weights, the user) would have to reach the copy too, and a missed one gives silently wrong results.
 
 Buffers are allocated and used on the current stream, and live until the collective that uses them was waited for.
 """
@@ -28,11 +28,11 @@ from fsdp2.placement.box import Box
 
 __all__ = ["Bucket", "Whole"]
 
-Pieces = list[tuple[Matrix, Box | None]]  # of matrices; None: nothing of this one
+Pieces = list[tuple[Matrix, Box | None]]  # of matrices; None: an empty piece
 
 
 class Whole(NamedTuple):
-    """A matrix on its owner, in the shape of the matrix's box; without a gradient if no rank has one."""
+    """A matrix on its owner, in the shape of its box; without a gradient if no rank has one."""
 
     matrix: Matrix
     values: torch.Tensor
@@ -40,13 +40,13 @@ class Whole(NamedTuple):
 
 
 class Bucket:
-    """The matrices that travel together, on this rank.
+    """Matrices that are exchanged together, on this rank.
 
     Args:
-        matrices: whose values and gradients `dtype` represents exactly, in the same order on every rank of the crew.
+        matrices: in the same order on every rank of the crew; `dtype` represents their values and gradients exactly.
 
     Attributes:
-        num_bytes_sent: that left this rank in the last step.
+        num_bytes_sent: bytes that this rank sent in the last step.
     """
 
     def __init__(self, crew: Crew, matrices: Sequence[Matrix], dtype: torch.dtype):
@@ -57,15 +57,15 @@ class Bucket:
         # For each rank of the crew: this rank's pieces of its matrices, and its pieces of this rank's matrices.
         self._mine: list[Pieces] = [[(matrix, matrix.piece_of(rank)) for matrix in each] for each in by_owner]
         self._theirs: list[Pieces] = [[(m, m.piece_of(each)) for m in self._owned] for each in crew.ranks]
-        # The same without pieces of other replicas than the owner's.
+        # The same without pieces of replicas other than the owner's.
         self._given = [[piece for piece in each if piece[0].sends(rank)] for each in self._mine]
         self._taken = [[(m, m.piece_of(each)) for m in self._owned if m.sends(each)] for each in crew.ranks]
-        self._sizes: Sequence[list[int]] = []  # of what is received, by rank of the crew
+        self._sizes: Sequence[list[int]] = []  # of the received tensors, by rank of the crew
         self._work: dist.Work | None = None
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def send_gradients(self, grads: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Start the first collective. `grads`: this rank's, by parameter, of those that have one."""
+        """Start the first collective. `grads`: this rank's gradients, by parameter."""
         self.num_bytes_sent = 0
         flags = [[matrix.param in grads for matrix, _ in pieces] for pieces in self._given]
         in_one = torch.tensor([*chain(*flags)], dtype=self._dtype).to(self._crew.device_type)
@@ -80,7 +80,7 @@ class Bucket:
         self._start(sent, sizes)
 
     def receive_gradients(self) -> list[Whole]:
-        """Wait for it; the matrices that this rank owns."""
+        """Wait for it. Returns the matrices that this rank owns."""
         wholes: dict[Matrix, tuple[torch.Tensor, torch.Tensor]] = {}
         for matrix in self._owned:
             values = matrix.local.new_empty(matrix.box.shape)
@@ -96,7 +96,7 @@ class Bucket:
                     to += [each[index] for each in reversed(wholes[matrix])]
                     what += [next(tensors).view(piece.shape) for _ in range(2)]
         foreach_copy(to, what)
-        # The only values that the host reads: whether to step is decided here.
+        # The host reads only these values, to decide whether to step.
         matrices = [matrix for pieces in self._taken for matrix, _ in pieces]
         known = zip(matrices, torch.cat(flags).tolist() if matrices else [], strict=True)
         with_grad = {matrix for matrix, flag in known if flag}
@@ -105,7 +105,7 @@ class Bucket:
         ]
 
     def send_values(self, wholes: Sequence[Whole]) -> None:
-        """Start the second collective, with what is in the matrices now."""
+        """Start the second collective, with the current values of the matrices."""
         values = {whole.matrix: whole.values for whole in wholes}
         sent = [
             [values[m][piece.within(m.box).slices()] for m, piece in each if piece is not None] for each in self._theirs
@@ -137,7 +137,7 @@ class Bucket:
         self._buffers = in_one, received
 
     def _received(self) -> Iterator[Iterator[torch.Tensor]]:
-        """Wait; the tensors from each rank, flat."""
+        """Wait. Returns the flat tensors from each rank."""
         if self._work is not None:
             self._work.wait()
         assert self._buffers is not None

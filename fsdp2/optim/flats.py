@@ -1,12 +1,12 @@
-"""Tensors that lie end to end in memory, as one: an elementwise operation on it equals the operation on each of them,
-and costs one call. Layer: optim, below local.
+"""Joins tensors that lie end to end in memory into one: an elementwise operation on it equals the operation on each of
+them, in one call. Layer: optim, below local.
 
     shards     [ a a a ] [ b b ] [ c ]    each with its own storage, carved from one block (`carving.py`)
-    gradients  [ a a a     b b     c ]    views of what one reduction wrote
+    gradients  [ a a a     b b     c ]    views of the output of one reduction
     a `Flat`   [ a a a     b b     c ]    what torch's optimizer sees: one parameter, one gradient, one state
 
-Each parameter shows its own state: parts of the flat one, and counters. A step asks once whether all is as the last one
-left it, but for values. If not, flats are made again, from what is there.
+Each parameter shows its own state: parts of the flat one, and counters. A step checks once whether everything except
+values is as the last step left it. If not, the flats are made again from the current tensors.
 """
 
 import gc
@@ -38,7 +38,7 @@ def identical(these: Iterable[Any], those: Sequence[Any]) -> bool:
 
 
 def local_grad(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The local gradient of a DTensor parameter, placed as that is."""
+    """The local gradient of a DTensor parameter, with the parameter's placements."""
     if not isinstance(grad, DTensor):
         raise ArgumentError(
             f"a DTensor parameter of shape {tuple(param.shape)} has a gradient that is a plain {type(grad).__name__}: "
@@ -49,14 +49,14 @@ def local_grad(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 class Spans:
-    """Tensors of which one can stand for several: for dense views that lie end to end in what they are views of.
+    """Joins dense views that lie end to end in their base tensor.
 
     Args:
-        kinds: of each tensor; only those of one kind are joined.
+        kinds: the kind of each tensor; only tensors of one kind are joined.
 
     Attributes:
-        runs: the indices, in lists of those that one stands for, as they lie in memory. The order of the lists does not
-            depend on addresses, because ranks must add up norms in the same order.
+        runs: for each joined tensor the indices of its parts, in memory order. The order of the runs does not depend
+            on addresses, because ranks must add up norms in the same order.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], kinds: Sequence[Hashable] = ()):
@@ -81,7 +81,7 @@ class Spans:
         self._offsets = self._offsets_of(tensors)
 
     def over(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """One tensor for each run; None if these do not lie as the first ones did, in what they are views of."""
+        """One tensor for each run; None if these do not lie in their base tensors as the first ones did."""
         if self._offsets_of(tensors) != self._offsets:
             return None
         found = [tensors[at] if length == 1 else from_on(tensors[at], nbytes) for at, length, nbytes in self._extents]
@@ -94,7 +94,7 @@ class Spans:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> tuple[Spans, list[torch.Tensor]]:
-    """The tensors, with one in place of views that lie end to end in what they are views of."""
+    """The tensors, with views that lie end to end in their base tensor joined."""
     spans = Spans(tensors)
     found = spans.over(tensors)
     assert found is not None
@@ -102,10 +102,10 @@ def joined(tensors: Sequence[torch.Tensor]) -> tuple[Spans, list[torch.Tensor]]:
 
 
 class Flat:
-    """One parameter, or several whose shards and gradients lie end to end, with states of one form.
+    """One parameter, or several whose shards and gradients lie end to end, with the same form of state.
 
     Attributes:
-        local: the tensor that torch's optimizer sees, on the memory of the shards; and `state`, its state.
+        local: the tensor that torch's optimizer sees, on the memory of the shards; `state` is its state.
     """
 
     def __init__(self, params: Sequence[DTensor], states: State):
@@ -119,7 +119,8 @@ class Flat:
         self.state = {key: self._value([outer[key] for outer in outers]) for key in (outers or [{}])[0]}
 
     def _value(self, values: Sequence[Any]) -> Any:
-        """One value for those of the parameters. Loaded ones do not lie end to end; those of one process are whole."""
+        """One value for those of the parameters. They are copied if they do not lie end to end, or are whole tensors,
+        as after loading."""
         first, shape = values[0], self.params[0].shape
         is_whole = isinstance(first, torch.Tensor) and first.ndim > 0 and first.shape == shape
         if not is_whole and not isinstance(first, DTensor):
@@ -138,8 +139,8 @@ class Flat:
         return [piece.view(base.shape) for piece, base in zip(pieces, self._bases, strict=True)]
 
     def show(self, state: State, states: State) -> list[torch.Tensor]:
-        """Take the state that a step has left, and let that of each parameter show its part. Returns a vector for each
-        counter, if there are several parameters: each shows an element, and the first one is in `state`."""
+        """Take the state that a step has left, and show each parameter its part. If there are several parameters,
+        returns a vector for each counter: each parameter shows one element, and the first one is in `state`."""
         outers, self.state = [states[param] for param in self.params], state
         counters = []
         olds = [dict(outer) for outer in outers]
@@ -159,22 +160,22 @@ class Flat:
 
 
 def _distributed(param: DTensor, local: torch.Tensor, old: Any) -> DTensor:
-    """A DTensor like `param` on `local`; `old`, if it is on that memory already."""
+    """A DTensor like `param` on `local`, or `old` if that is on this memory already."""
     if isinstance(old, DTensor) and local_of(old).data_ptr() == local.data_ptr():
         return old
     return make_dtensor(local, make_spec(param.device_mesh, param.placements, param.shape, param.stride(), local.dtype))
 
 
 class Flats:
-    """What an optimizer steps: its parameters, as few tensors as possible.
+    """What an optimizer steps: its parameters, joined into as few tensors as possible.
 
     Args:
         groups: the parameters of each param group.
-        states: the optimizer's state. Within a step it has those of `flats` too.
-        joins: whether a tensor may be over several of them.
+        states: the optimizer's state. Within a step it also has the states of `flats`.
+        joins: whether parameters may be joined.
 
     Attributes:
-        groups: what torch's optimizer steps, of each param group.
+        groups: for each param group, the tensors that torch's optimizer steps.
         flats: the DTensors that have gradients.
     """
 
@@ -200,7 +201,7 @@ class Flats:
         seen = {id(flat.params[0]): flat.local for flat in self.flats}
         seen.update((id(param), param) for param in self._held if not isinstance(param, DTensor))
         self.groups = [[seen[id(param)] for param in each if id(param) in seen] for each in groups]
-        self._outside: list[Any] = []  # what the last step left in the optimizer
+        self._outside: list[Any] = []  # what the last step left in the optimizer's state
         self._inside: list[Any] = [None]  # and in the states of `flats`
         self._outers: list[State] = []
         self._counters: list[torch.Tensor] = []
@@ -209,16 +210,16 @@ class Flats:
         assert is_taken
 
     def fits(self, groups: Sequence[Sequence[torch.Tensor]], states: State) -> bool:
-        """Take the gradients of another step, if all but values is as the last one left it. Otherwise returns False."""
+        """Take the gradients of another step. Returns False if anything but values has changed since the last one."""
         grads = list(map(grad_of, self._params))
         try:
             locals_, specs = list(map(local_of, grads)), list(map(spec_of, grads))
-        except AttributeError:  # there is none, or one that is no DTensor
+        except AttributeError:  # a gradient is missing, or not a DTensor
             return False
         is_same = states is self._states and list(map(len, groups)) == self._sizes
         if not is_same or not identical(self._now_outside(chain.from_iterable(groups), specs), self._outside):
             return False
-        # As operations on the DTensors do: tells autograd that tensors it may have saved will have changed.
+        # As operations on the DTensors would: autograd must see that tensors which it may have saved have changed.
         increment_version(self._written)
         return (
             list(map(_address_of, map(local_of, self._params))) == self._addresses
@@ -236,14 +237,14 @@ class Flats:
         return found is not None
 
     def leave(self) -> None:
-        """After a step: show outside what it changed in the states of `flats`, and release the gradients."""
+        """After a step: show in the optimizer's state what changed in the states of `flats`; release the gradients."""
         states = [self._states.pop(flat.local, {}) for flat in self.flats]
         for flat in self.flats:
             flat.local.grad = None
         if not identical(_values(states), self._inside):
             changed = [(flat, state) for flat, state in zip(self.flats, states, strict=True) if state]
             ids = {id(param) for flat, _ in changed for param in flat.params}
-            for param in self._params:  # in an order that is the same on all ranks: code that gathers states needs it
+            for param in self._params:  # the order must be equal on all ranks, for code that gathers states
                 if id(param) in ids:
                     self._states.setdefault(param, {})
             self._counters = [vector for flat, state in changed for vector in flat.show(state, self._states)]
@@ -253,20 +254,20 @@ class Flats:
         foreach_copy(self._counters, self._firsts)
 
     def _now_outside(self, held: Iterable[torch.Tensor], specs: Iterable[Any]) -> Iterable[Any]:
-        """The objects that stay the same while nothing but values changes. (The states of all parameters, because to
-        look one up takes longer than to compare it.)"""
+        """The objects that stay the same while only values change. (Includes the states of all parameters: looking one
+        up takes longer than comparing it.)"""
         return chain(held, specs, self._states.values(), _values(self._outers))
 
 
 def _values(states: Sequence[State]) -> list[Any]:
-    """The values in all of them. (No iteration over dicts is as fast.)"""
+    """The values of all states. (The fastest iteration over dicts.)"""
     found: list[Any] = gc.get_referents(*states)
     return found
 
 
 def _kind(group: int, param: DTensor, grad: torch.Tensor, state: State) -> Hashable:
-    """Equal for parameters that one tensor can stand for, if their gradients lie end to end: shards that lie likewise,
-    the same group, and states of the same form."""
+    """Equal for parameters that can be joined if their gradients lie end to end: their shards do too, and they have the
+    same group and the same form of state."""
     local = local_of(param)
     place = place_of(local)
     if place is None or grad.shape != local.shape or not local.is_contiguous():

@@ -1,4 +1,4 @@
-"""An optimizer that steps each unit within backward, so that the gradients of few units exist at a time. Layer: optim.
+"""Steps each unit within backward, so that the gradients of only a few units exist at a time. Layer: optim.
 
 ::
 
@@ -6,8 +6,8 @@
     backward of unit 2    reduce-scatter of 3 is done -> step 3, free its gradients;  last gradient -> reduce-scatter
     backward of unit 1    reduce-scatter of 2 is done -> step 2, free its gradients;  ...
 
-The optimizer stays one object, with one state and the user's param groups. For the step of a unit its groups hold that
-unit's parameters only.
+The optimizer stays one object, with one state and the user's param groups. While a unit is stepped, its groups hold
+only that unit's parameters.
 
 Like "optimizer in the backward pass" of torch's tutorials, but by unit instead of by parameter:
 https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
@@ -37,31 +37,31 @@ _alive: "WeakSet[StepInBackward]" = WeakSet()
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer, *, clip: Clip | None = None) -> "StepInBackward":
-    """Let backward step the optimizer: each unit's parameters as soon as their gradients are reduced. Their gradients
-    are freed then, so that the gradients of one or two units exist at a time instead of those of the whole model.
+    """Let backward step the optimizer: each unit's parameters as soon as their gradients are reduced. The gradients are
+    freed right after, so that those of one or two units exist at a time instead of those of the whole model.
 
-    The result equals that of a step after backward, bit for bit. The loop may stay as it is: ``optimizer.step()`` then
-    steps only what no unit manages, and ``zero_grad()`` finds nothing. Schedulers, param groups, step hooks (which now
-    run for each unit), ``state_dict`` and checkpoints work on the same optimizer. Every backward that completes the
-    sharded gradients steps. Before others, for accumulation, call ``set_requires_gradient_sync(False)`` or
-    ``set_is_last_backward(False)``: their gradients are added, and the last backward steps.
+    The result is bitwise that of a step after backward. The training loop may stay as it is: ``optimizer.step()`` then
+    steps only parameters that no unit manages, and ``zero_grad()`` finds nothing. Schedulers, param groups, step hooks
+    (which now run for each unit), ``state_dict`` and checkpoints work as before. Every backward that completes the
+    sharded gradients steps. To accumulate, call ``set_requires_gradient_sync(False)`` or
+    ``set_is_last_backward(False)`` before the other backwards: their gradients are added, and the last one steps.
 
     Call it after `fully_shard`, on every rank. The model may have several optimizers, each with its own parameters.
 
     Args:
-        optimizer: any that steps each parameter by itself and keeps its state in ``optimizer.state[param]``; with
+        optimizer: any that steps each parameter independently and keeps its state in ``optimizer.state[param]``; with
             `local_optimizer` a unit is stepped as one tensor.
-        clip: called before each step with the parameters of the unit that have gradients, to change these in place. On
-            every rank for the same parameters in the same order, so it may communicate. The norm of all gradients of
-            the model is not known at that time; see the example for what is possible.
+        clip: called before each step with the unit's parameters that have gradients, to change these in place. It is
+            called for the same parameters in the same order on every rank, so it may communicate. The norm of the whole
+            model's gradients is not known at that time; see the example for what is possible.
 
     Returns:
         An object whose ``remove()`` undoes the call.
 
     Raises:
         ArgumentError: no unit manages any of its parameters, backward steps it already, or it is LBFGS or a
-            `MatrixOptimizer`. In backward: its step changed an option of a param group, so it needs all parameters at
-            once.
+            `MatrixOptimizer`. In backward: its step changed an option of a param group, so it must step all parameters
+            at once.
         OrderError: (later) `fsdp2.clip_grad_norm_` on parameters that were stepped already; a step by `GradScaler`,
             which can skip a step only before it; a backward that needs a unit's parameters after their step.
 
@@ -93,7 +93,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer, *, clip: Clip | None = No
 
 
 def check_not_stepped_in_backward(call: str, params: Iterable[torch.Tensor]) -> None:
-    """Before gradients of `params` are clipped together.
+    """Call it before gradients of `params` are clipped together.
 
     Raises:
         OrderError: a backward stepped some of them already.
@@ -118,9 +118,9 @@ class _Part:
 
     Attributes:
         sharded: all parameters of the reduction.
-        lists: the optimizer's lists of parameters, and how long these were.
+        lists: the optimizer's lists of parameters, and their lengths.
         members: the parameters to step, for each param group.
-        flats: those of a `LocalOptimizer`, of its last step.
+        flats: the `flats` of a `LocalOptimizer` after its last step of this part.
     """
 
     sharded: list[torch.Tensor]
@@ -194,7 +194,7 @@ class StepInBackward:
         return part
 
     def _step(self, part: _Part) -> None:
-        """`optimizer.step()`, while its param groups hold this part only."""
+        """`optimizer.step()`, while its param groups hold only this part."""
         optimizer = self.optimizer
         local = optimizer if isinstance(optimizer, LocalOptimizer) else None
         groups = optimizer.param_groups

@@ -1,7 +1,7 @@
-"""What `load_state_dict` leaves to be done: dtypes that torch changes, and whole tensors. Layer: optim.
+"""Corrects what torch's `load_state_dict` does to dtypes and whole tensors. Layer: optim.
 
-torch casts what it loads to the dtype of the parameter, which would round fp32 preconditioners of bf16 parameters. It
-takes whole tensors, such as the state of one process, for sharded parameters.
+torch casts loaded tensors to the dtype of the parameter, which would round fp32 preconditioners of bf16 parameters. It
+also accepts whole tensors, such as the state of one process, for sharded parameters.
 """
 
 from collections.abc import Callable
@@ -24,11 +24,11 @@ def load_with_dtypes(
     state_dict: StateDict,
     keeps: Callable[[int], bool],
 ) -> None:
-    """Load `state_dict`, and copy its tensors as they are into the state of the groups that want it so.
+    """Load `state_dict`, keeping the dtypes of tensors for some param groups.
 
     Args:
         load: torch's `load_state_dict` of this optimizer.
-        keeps: whether the param group with this index wants it.
+        keeps: whether the param group with this index keeps dtypes.
     """
     given = [state_dict]
     # The user's own hooks, which run before this one, may replace the state dict.
@@ -45,14 +45,14 @@ def load_with_dtypes(
 
 
 def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of `whole`, a plain tensor with the global shape of `like`, cut as `like` is."""
+    """This rank's part of `whole`, a plain tensor with the global shape of `like`, distributed like `like`."""
     local = local_tensor(like)
     part = torch.empty_like(local, dtype=whole.dtype)
     return part.copy_(whole[own_box(like).slices()]) if part.numel() else part
 
 
 def _copied(value: Any, loaded: Any) -> Any:
-    """`value`, with its tensors copied to where those of `loaded` are."""
+    """`value`, with its tensors copied to the devices of those of `loaded`."""
     if isinstance(value, torch.Tensor):
         return value.to(loaded.device, copy=True)
     if isinstance(value, dict):

@@ -2,8 +2,8 @@
 
 Between steps a local optimizer behaves like the torch optimizer: it holds the sharded parameters and DTensor state, and
 everything in torch that builds on these (schedulers, `GradScaler`, `state_dict`, hooks, distributed checkpoints) works.
-Only within `step`, after the closure, do its param groups and its state hold plain tensors on the same memory (see
-`flats`). This is correct only for elementwise optimizers.
+Within `step`, after the closure, its param groups and its state hold plain tensors on the same memory (see `flats`).
+This is correct only for elementwise optimizers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,12 +25,12 @@ Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[
 def local_optimizer(
     kind: type[torch.optim.Optimizer], params: Params, *, elementwise: bool = False, **options: Any
 ) -> "LocalOptimizer":
-    """Create a `kind` that steps on the local shards of its DTensor parameters: bitwise the same values, without
-    DTensor's dispatch of every operation on every parameter, and without communication. Shards that lie end to end in
-    memory, like those of a unit, are stepped as one tensor. (With ``fused=True`` on the CPU that may change the last
-    bit: torch rounds the elements at the end of a tensor that do not fill a vector register differently from the rest.)
+    """Create a `kind` that steps the local shards of its DTensor parameters: bitwise the same values, without DTensor's
+    dispatch of every operation on every parameter, and without communication. Shards that lie end to end in memory,
+    like those of a unit, are stepped as one tensor. (With ``fused=True`` on the CPU that may change the last bit: torch
+    rounds the last elements of a tensor, which do not fill a vector register, differently from the rest.)
 
-    The result is an instance of both `kind` and `LocalOptimizer`. Outside of `step` it does not differ from
+    The result is an instance of both `kind` and `LocalOptimizer`. Outside of `step` it behaves like
     ``kind(params, **options)``: the param groups hold the DTensors, and the state consists of DTensors like their
     parameters (counters such as ``step`` are plain), so state dicts and checkpoints are interchangeable.
 
@@ -38,13 +38,13 @@ def local_optimizer(
         kind: Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop or SGD of `torch.optim`.
         params: as for `kind`. Plain parameters are allowed and stepped directly.
         elementwise: set True for another `kind` that treats each element independently and keeps its state in
-            ``self.state[param]``. What of it has the shape of the local shard becomes a DTensor.
-        **options: for `kind`. On CUDA, ``fused=True`` is fastest. If none is given, torch chooses foreach on CUDA for
-            plain tensors but not for DTensors.
+            ``self.state[param]``. State tensors of the local shard's shape become DTensors.
+        **options: for `kind`. On CUDA, ``fused=True`` is fastest. By default torch chooses foreach on CUDA for plain
+            tensors but not for DTensors.
 
     Raises:
         ArgumentError: `kind` is not known to be elementwise (an optimizer that works on rows, matrices or all
-            parameters at once, such as Muon, Adafactor, LBFGS or LAMB, would silently give wrong results on shards); or
+            parameters at once, such as Muon, Adafactor, LBFGS or LAMB, would give wrong results on shards); or
             ``differentiable=True``, because local tensors have no graph.
 
     Example::
@@ -59,7 +59,7 @@ def local_optimizer(
 
 
 def check_elementwise(call: str, kind: type, elementwise: bool, options: Mapping[str, Any]) -> None:
-    """Raise if an optimizer of this `kind`, which `call` was asked for, may not be stepped on local shards."""
+    """Raise if an optimizer of this `kind`, passed to `call`, may not be stepped on local shards."""
     if kind not in ELEMENTWISE and not elementwise:
         known = ", ".join(sorted(cls.__name__ for cls in ELEMENTWISE))
         raise ArgumentError(
@@ -77,10 +77,10 @@ class LocalOptimizer(torch.optim.Optimizer):
     """Base class of the optimizers from `local_optimizer`, for `isinstance`.
 
     Attributes:
-        flats: what the last step stepped; None if that is of no use for the next one.
+        flats: the tensors that the last step stepped; None if the next step cannot reuse them.
     """
 
-    counts_changes = True  # of parameters itself, see `fsdp2.checks.step_hook`
+    counts_changes = True  # it bumps version counters itself, see `fsdp2.checks.step_hook`
     _joins = False  # whether parameters may be stepped as one tensor: only for optimizers known to be elementwise
 
     def __init__(self, params: Params, **options: Any):
@@ -96,7 +96,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         """One step of the torch optimizer, on local tensors.
 
         Args:
-            closure: computes the loss and the gradients again. It is called once, with the optimizer in its usual form.
+            closure: computes the loss and the gradients again. Called once, while the optimizer holds its DTensors.
 
         Raises:
             ArgumentError: a DTensor parameter has a gradient that is not a DTensor.
@@ -108,7 +108,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         groups, states = self.param_groups, self.__dict__["state"]
         held = [group["params"] for group in groups]
         if all(param.grad is None for params in held for param in params):
-            return loss  # backward may have stepped them (`step_in_backward`)
+            return loss  # backward may have stepped the parameters (`step_in_backward`)
         flats = self.flats
         if flats is None or not flats.fits(held, states):
             flats = self.flats = Flats(held, states, self._joins)
@@ -123,7 +123,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the sharded gradients. Warns if others wait to be reduced, which it does not clear."""
+        """Clear the sharded gradients. Warns about unreduced gradients, which it does not clear."""
         super().zero_grad(set_to_none)
         check_reduced("zero_grad", (p for group in self.param_groups for p in group["params"]), is_read=False)
 
@@ -137,7 +137,7 @@ def local_class(kind: Any, joins: bool = True) -> Any:
 
 
 def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The function inside torch's wrapper. That runs the step hooks, as the wrapper of our own `step` already does."""
+    """The function inside torch's wrapper, which would run the step hooks a second time."""
     function: Any = getattr(step, "__func__", step)
     unwrapped: Callable[..., Any] = function.__wrapped__ if getattr(function, "hooked", False) else function
     return unwrapped

@@ -1,16 +1,17 @@
-"""The matrices of a parameter, which rank steps which, and which travel together. Pure. Layer: optim.
+"""The matrices of a parameter, which rank steps which, and which are sent together. Pure. Layer: optim.
 
-An optimizer such as Muon looks at one matrix as a whole. Most parameters are one matrix; the weights of a mixture's
-experts are a stack of them, and a fused projection is several, one above the other, which must not be mixed::
+An optimizer such as Muon works on a whole matrix. Most parameters are one matrix; the expert weights of a
+mixture-of-experts layer are a stack of them, and a fused projection is several stacked in rows, to be stepped
+separately::
 
     shape (m, n)                 one matrix
     shape (m, n), split (a, b)   its first a rows, and the other b
     shape (e, m, n)              e matrices; with `split`, each of them is split
-    any other                    one tensor, as it is: whether it can be stepped is for the optimizer to say
+    any other                    one tensor, as it is; the optimizer decides whether it accepts it
 
-Owners are chosen for all matrices together: the most expensive first, each to the rank that has the least to do so far.
-So the ranks differ by less than the last matrix that each received, which no choice layer by layer achieves. Every rank
-computes the same, from shapes alone.
+Owners are chosen for all matrices together: the most expensive first, each for the rank with the least work so far. So
+the ranks differ by less than the last matrix that each received; choosing layer by layer cannot achieve that. Every
+rank computes the same result, from shapes only.
 """
 
 from collections.abc import Sequence
@@ -21,12 +22,12 @@ from fsdp2.placement.box import Box, whole
 
 __all__ = ["Split", "boxes_of_matrices", "buckets_of", "choose_owners", "cost_of", "shape_of_matrix"]
 
-# How the rows of a matrix are divided: into that many equal parts, or into parts of these sizes; None: not at all.
+# How the rows of a matrix are split: into this number of equal parts, or into parts of these sizes; None: not split.
 Split = int | Sequence[int] | None
 
 
 def boxes_of_matrices(name: str, shape: Sequence[int], split: Split) -> list[Box]:
-    """The parts of a parameter of `shape` that are matrices of their own, in row-major order.
+    """The matrices of a parameter of `shape`, in row-major order.
 
     Raises:
         ArgumentError: `split` does not add up to the number of rows, or the parameter has no rows to split.
@@ -65,13 +66,13 @@ def _sizes(name: str, rows: int, split: Split) -> list[int]:
 
 
 def shape_of_matrix(box: Box) -> tuple[int, ...]:
-    """The shape that the optimizer sees: without the dim along which matrices are stacked."""
+    """The shape that the optimizer sees: without the stacking dim."""
     return box.shape[1:] if len(box.shape) == 3 else box.shape
 
 
 def cost_of(box: Box) -> int:
-    """An estimate of the work of a step: that of products of a matrix with its smaller Gram matrix (Newton-Schulz,
-    Shampoo), up to a factor."""
+    """An estimate of the work of a step, up to a factor: the product of a matrix with its smaller Gram matrix
+    (Newton-Schulz, Shampoo)."""
     shape = shape_of_matrix(box)
     return prod(shape) * (min(shape) if len(shape) == 2 else 1)
 
@@ -92,7 +93,7 @@ def choose_owners(costs: Sequence[int], ranks: Sequence[int]) -> list[int]:
 
 
 def buckets_of(sizes_bytes: Sequence[int], num_ranks: int, limit_bytes: int) -> list[range]:
-    """Consecutive matrices that travel together: at least one for each rank, and then up to `limit_bytes` a rank.
+    """Consecutive matrices that are sent together: at least one for each rank, then up to `limit_bytes` per rank.
 
     >>> buckets_of([4, 4, 4, 4, 1, 1], num_ranks=2, limit_bytes=4)
     [range(0, 2), range(2, 4), range(4, 6)]

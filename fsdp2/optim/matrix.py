@@ -1,7 +1,7 @@
-"""Optimizers that step whole matrices, each on one rank that owns it. Layer: optim.
+"""Optimizers that step whole matrices, each on the rank that owns it. Layer: optim.
 
-Muon and its like compute with a matrix as a whole; on a shard they would compute something else. Here the
-update does not depend on how many ranks there are or how they are arranged::
+Optimizers such as Muon compute with a whole matrix; on a shard the result would be different. Here the update does not
+depend on the number of ranks or their arrangement::
 
     step    the closure, if there is one
             bucket 1: gradients to the owners (all-to-all)
@@ -11,7 +11,7 @@ update does not depend on how many ranks there are or how they are arranged::
             bucket 3: gradients to the owners
             ...
 
-One optimizer object holds all param groups, each with an optimizer class of its own, so schedulers, state dicts and
+One optimizer object holds all param groups, each with its own optimizer class, so schedulers, state dicts and
 checkpoints see one optimizer.
 """
 
@@ -41,34 +41,34 @@ Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[
 def matrix_optimizer(kind: Kind, params: Params, **options: Any) -> "MatrixOptimizer":
     """Create an optimizer that runs `kind` on whole matrices of sharded parameters, each on one rank.
 
-    For optimizers that look at a matrix as a whole, such as `torch.optim.Muon`. Parameters, state and updates are those
-    of one process with the same gradients, on any number of ranks, with FSDP, HSDP, tensor parallelism, uneven and
-    empty shards. Each matrix has an owner, chosen once so that the ranks have about equally much to do. In a step its
-    owner receives the gradient and the parameter, steps it, and returns the new values: two all-to-alls for each bucket
-    of matrices.
+    For optimizers that work on whole matrices, such as `torch.optim.Muon`. Parameters, state and updates are those of
+    one process with the same gradients, on any number of ranks, with FSDP, HSDP, tensor parallelism, uneven and empty
+    shards. Each matrix has an owner, chosen once so that all ranks have about the same work. In a step the owner
+    receives the gradient and the parameter, steps it, and returns the new values: two all-to-alls for each bucket of
+    matrices.
 
     Param groups may use other optimizers: ``{"params": ..., "kind": torch.optim.AdamW, "lr": 3e-4}``. The elementwise
-    ones of `torch.optim` step on local shards; any other steps whole matrices. Besides ``kind``, a group of whole
-    matrices may have ``split``: into how many equal parts, or into parts of which sizes, the rows of its matrices are
-    divided, such as ``(q_rows, k_rows, v_rows)`` of a fused projection or the number of heads. A 3-D
-    parameter is a stack of matrices (the weights of experts).
+    ones of `torch.optim` step local shards; any other steps whole matrices. A group of whole matrices may also have
+    ``split``: the number of equal parts, or the sizes of the parts, into which the rows of its matrices are divided,
+    such as ``(q_rows, k_rows, v_rows)`` of a fused projection, or the number of heads. A 3-D parameter is a stack of
+    matrices (expert weights).
 
-    The state of a matrix is on its owner. ``optimizer.state[param]`` has it on every rank, as DTensors on the owner's
+    The state of a matrix is on its owner. ``optimizer.state[param]`` shows it on every rank, as DTensors on the owner's
     mesh (`OwnedTensor`) under the names that `kind` uses: ``momentum_buffer``, or ``momentum_buffer[2]`` for the third
     matrix of a parameter. So `fsdp2.checkpoint` and `torch.distributed.checkpoint` save and load it by FQN, also with
     another number of ranks.
 
     Args:
-        kind: any class of optimizers whose step of a parameter depends on nothing but that parameter, its gradient, its
+        kind: an optimizer class whose step of a parameter depends only on that parameter, its gradient, its
             ``self.state[param]`` and the options of its group. It is created with parameters on the meta device, and
-            steps those in its ``param_groups``, in portions. A parameter's state consists of tensors by name (a count
-            of steps is a 0-dim one), all made in its first step.
+            steps the parameters of its ``param_groups`` in portions. A parameter's state must consist of named tensors
+            (a step count is a 0-dim one), all created in its first step.
         params: as for `kind`: parameters, pairs of names and parameters (names are used in messages), or param groups.
             Plain parameters are stepped on every rank.
-        **options: for `kind`. Groups of another kind have their own, or its defaults.
+        **options: for `kind`. Groups of another kind use their own options, or the defaults of that kind.
 
     Raises:
-        ArgumentError: `kind` refuses the parameters, or a `split` does not fit.
+        ArgumentError: `kind` rejects the parameters, or a `split` does not fit.
 
     Every rank must create it with the same parameters, in the same groups and order. `step` is collective. The first
     step compares the plans of all ranks, and raises `MisuseError` on all of them if they differ.
@@ -89,17 +89,17 @@ def matrix_optimizer(kind: Kind, params: Params, **options: Any) -> "MatrixOptim
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """The class of what `matrix_optimizer` creates."""
+    """The class of the optimizers from `matrix_optimizer`."""
 
     def __init__(self, kind: Kind, params: Params, options: dict[str, Any]):
         self._kind, self._options = kind, options
         self._steppers: list[Stepper] = []
         self._plan: Plan | None = None
-        self._planned: list[Any] = []  # what the plan is for
+        self._planned: list[Any] = []  # what the plan was made for
         super().__init__(params, {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see `matrix_optimizer`. Owners are chosen again: the next step moves states to them.
+        """Add a group; see `matrix_optimizer`. Owners are chosen again, and the next step moves states to them.
 
         Raises:
             ArgumentError: see `matrix_optimizer`.
@@ -124,14 +124,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """One step of all groups. Collective over the ranks that hold the parameters.
 
         An error of the user's optimizer is raised on the owner of the matrix; the other ranks wait for it until the
-        timeout of the process group. Parameters and state are then undefined: some were stepped.
+        process group's timeout. Parameters and state are then undefined: some were stepped.
 
         Args:
-            closure: computes the loss and the gradients again, once.
+            closure: computes the loss and the gradients again; called once.
 
         Raises:
             MisuseError: in the first step: the ranks have different parameters or groups.
-            MismatchError: a state that was loaded is not this optimizer's.
+            MismatchError: a loaded state does not belong to this optimizer.
             ArgumentError: a DTensor parameter has a gradient that is not a DTensor.
         """
         loss = None
@@ -144,36 +144,36 @@ class MatrixOptimizer(torch.optim.Optimizer):
             matrix.take_in(self.state.get(matrix.param))
         self._step_all(plan)
         plan.show_new(self.state)
-        # As after operations on the DTensors: tells autograd that tensors it may have saved have changed.
+        # As operations on the DTensors would: autograd must see that tensors which it may have saved have changed.
         trained = {matrix.param for matrix in plan.matrices if matrix.param.requires_grad}
         params = [param for param in trained if isinstance(param, DTensor)]
         torch.autograd.graph.increment_version([*params, *map(local_tensor, params)])
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but states of matrices keep their dtypes, which torch's casts to the parameter's."""
+        """As torch's, but the states of matrices keep their dtypes instead of being cast to the parameter's."""
         kinds = [stepper.kind for stepper in self._steppers]
         load_with_dtypes(self, super().load_state_dict, state_dict, lambda index: kinds[index] not in ELEMENTWISE)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients. Warns if others wait to be reduced, which it does not clear."""
+        """Clear the gradients. Warns about unreduced gradients, which it does not clear."""
         super().zero_grad(set_to_none)
         params = (param for group in self.param_groups for param in group["params"])
         check_reduced("zero_grad", params, is_read=False)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """The matrices that travel together, in order; empty before the first step."""
+        """The buckets, in order; empty before the first step."""
         return self._plan.buckets if self._plan is not None else []
 
     def owned_state(
         self, param: torch.Tensor, name: str, shape: Sequence[int], dtype: torch.dtype
     ) -> OwnedTensor | None:
         """A new, unfilled tensor for a part of a matrix's state, as `state[param]` shows it: for checkpoints that fill
-        an optimizer before its first step. None for parameters that have no owner.
+        an optimizer before its first step. None for parameters without an owner.
 
         Args:
-            name: of the part, such as ``momentum_buffer[2]``.
+            name: the part's name, such as ``momentum_buffer[2]``.
         """
         for matrix in self._current_plan().matrices:
             if matrix.param is param and matrix.crew.group is not None and name.endswith(matrix.suffix):
@@ -181,7 +181,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return None
 
     def _check_groups(self) -> None:
-        """A state dict of another optimizer may have been loaded: options would come from the wrong group."""
+        """Raise if a state dict of another optimizer was loaded, because options would come from the wrong group."""
         for index, (group, stepper) in enumerate(zip(self.param_groups, self._steppers, strict=True)):
             kind, split = group.get("kind"), group.get("split")
             if kind != stepper.kind.__name__ or _as_list(split) != _as_list(stepper.split):
@@ -226,7 +226,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             bucket.receive_values()
 
     def _step_wholes(self, wholes: Sequence[Whole]) -> None:
-        """Step matrices that are here, with the optimizer of their group."""
+        """Step matrices that this rank owns, with the optimizer of their group."""
         by_group: defaultdict[int, dict[torch.Tensor, Matrix]] = defaultdict(dict)
         for matrix, values, grad in wholes:
             if grad is not None:

@@ -1,12 +1,12 @@
-"""What steps each param group of a `MatrixOptimizer`, and which rank which matrix. Layer: optim, below matrix.
+"""The optimizer of each param group of a `MatrixOptimizer`, and the owner of each matrix. Layer: optim, below matrix.
 
-Each group has an optimizer of its own, which sees the group only in a step. An elementwise one sees it as it is, and
-steps on local shards. Any other is created with stand-ins on the meta device, and sees plain tensors: some of the
-group's matrices at a time.
+Each group has its own inner optimizer, which gets the group only during a step. An elementwise one gets the group's
+parameters and steps local shards. Any other is created with stand-ins on the meta device, and gets plain tensors: some
+of the group's matrices at a time.
 
-The plan is computed on each rank from shapes, meshes and placements, and then compared, once: if ranks were to differ,
-they would wait for each other forever, or step the wrong matrices. After the first step of a matrix its owner tells the
-others what its state consists of.
+Each rank computes the plan from shapes, meshes and placements. The plans are compared once: if they differed, ranks
+would wait for each other forever, or step the wrong matrices. After the first step of a matrix, its owner sends the
+others the names, shapes and dtypes of its state.
 """
 
 import hashlib
@@ -39,11 +39,11 @@ BUCKET_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Stepper:
-    """What steps a param group: see the module docstring.
+    """Steps a param group; see the module docstring.
 
     Attributes:
         kind: the class of `inner`.
-        split: of a group of whole matrices.
+        split: the `split` of a group of whole matrices.
     """
 
     kind: Kind
@@ -55,7 +55,7 @@ class Stepper:
         """The stepper of a param group, whose options take precedence over `options`.
 
         Raises:
-            ArgumentError: `kind` refuses the parameters, or makes state at once; `split` does not fit.
+            ArgumentError: `kind` rejects the parameters, or creates state in its constructor; `split` does not fit.
         """
         own = options_of(group)
         accepted = inspect.signature(kind).parameters
@@ -93,7 +93,7 @@ class Stepper:
         return self.kind in ELEMENTWISE
 
     def step(self, group: dict[str, Any], state: Any) -> None:
-        """The inner optimizer's own step. torch's wrapper would run the hooks of steps again.
+        """The inner optimizer's step, without torch's wrapper, which would run the step hooks again.
 
         Raises:
             UnsupportedError: it changes options of its param group.
@@ -113,13 +113,13 @@ class Stepper:
 
 
 class Plan:
-    """What each rank does in a step, for these parameters, some of which are frozen.
+    """What each rank does in a step, for these parameters, some of which may be frozen.
 
     Creating it is collective, and may create process groups.
 
     Attributes:
-        crews: for each set of ranks, the matrices that have owners among them, in the order of the groups.
-        buckets: those of parameters that are trained, the most expensive first.
+        crews: for each set of ranks, the matrices with owners among them, in the order of the groups.
+        buckets: the buckets of trainable matrices, the most expensive first.
 
     Raises:
         MisuseError: ranks have different parameters or param groups.
@@ -165,13 +165,13 @@ class Plan:
 
     def show_new(self, state: Mapping[Any, Any]) -> None:
         """Show the states of matrices that were stepped for the first time. Collective over each crew with matrices
-        that were not stepped yet."""
+        whose state is not shown yet."""
         for crew, matrices in self.crews.items():
             # Only its owner knows whether a matrix was stepped: some ranks may have had no gradient.
             new = [matrix for matrix in matrices if matrix.is_new and matrix.param.requires_grad]
             own = {at: form_of(matrix.inside) for at, matrix in enumerate(new) if matrix.inside is not None}
             forms = {at: form for each in (crew.said_by_all(own) if new else ()) for at, form in each.items()}
-            for at, form in sorted(forms.items()):  # none of a matrix whose step has failed
+            for at, form in sorted(forms.items()):  # without matrices whose step has failed
                 new[at].show(state[new[at].param], form)
 
     def _agree(self, crew: Crew, matrices: Sequence[Matrix]) -> None:
@@ -187,7 +187,7 @@ class Plan:
                     )
 
     def _describe(self, matrix: Matrix) -> str:
-        """All that ranks must agree on."""
+        """Everything that ranks must agree on."""
         tiling, param = matrix.tiling, matrix.param
         return (
             f"{self._kinds[matrix.group]} of group {matrix.group}: '{matrix.name}' {list(tiling.shape)} {param.dtype}, "
@@ -205,7 +205,7 @@ def _crew(param: torch.Tensor) -> Crew:
 
 
 def as_param(values: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """A tensor on the memory of `values` that an optimizer takes for a parameter."""
+    """A tensor on the memory of `values` that an optimizer accepts as a parameter."""
     param = values.detach().requires_grad_()
     if grad.dtype != values.dtype:
         param.grad_dtype = grad.dtype

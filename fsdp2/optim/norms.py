@@ -1,14 +1,14 @@
 """The norm of many tensors of which each rank holds pieces, counting every element once. Layer: optim, below clip.
 
-A tensor that is cut over some mesh axes is complete only on the ranks of those axes together. Along its other axes, and
-as a plain tensor, it exists several times. Each kind of tensors (mesh, placements) has
+A tensor that is sharded over some mesh axes is complete only on the ranks of those axes together. Along other axes it
+is replicated, and so is a plain tensor. Each kind of tensor (mesh, placements) has
 
-* *cuts*: the groups of ranks, one per mesh axis that cuts it, over which its parts must be summed;
+* *cuts*: the groups of ranks, one per mesh axis that shards it, over which its parts must be summed;
 * *holders*: the ranks that hold the same piece as this rank.
 
 If one group of ranks suffices for all kinds, there is one all-reduce of one number over it, and each piece is counted
-only by its first holder in the group. This is so for FSDP, HSDP (the shard group), tensor and expert parallelism over
-all ranks. Otherwise there is one all-reduce per distinct group, with one number for each kind that it cuts.
+only by its first holder in the group. This is the case for FSDP, HSDP (the shard group), and tensor and expert
+parallelism over all ranks. Otherwise there is one all-reduce per distinct group, with one number for each kind.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +40,7 @@ class Kind:
     """Tensors with the same mesh and placements; plain tensors have no mesh.
 
     Attributes:
-        indices: which of the tensors.
+        indices: the indices of these tensors.
     """
 
     mesh: DeviceMesh | None
@@ -60,7 +60,7 @@ class Kind:
 
     @cached_property
     def is_partial(self) -> bool:
-        """Whether these are partial sums over some axes."""
+        """Whether they are partial sums over some axes."""
         return any(placement.is_partial() for placement in self.placements)
 
     @cached_property
@@ -72,7 +72,7 @@ class Kind:
         return {tuple(dist.get_process_group_ranks(group)): group for group in groups}
 
     def added_up_by(self, ranks: Ranks) -> bool:
-        """Whether summing over `ranks`, counting each piece once, gives the sum over the whole tensors."""
+        """Whether a sum over `ranks` that counts each piece once is the sum over the whole tensors."""
         if not self.cuts or self.cuts.keys() == {ranks}:
             return True
         assert self.mesh is not None
@@ -162,8 +162,8 @@ class Task:
     """How to compute a norm.
 
     Attributes:
-        dtype, device: in which to add up, and where.
-        home: where the norm goes.
+        dtype, device: dtype and device of the sums.
+        home: the device of the result.
     """
 
     buckets: list[Bucket]
@@ -174,17 +174,17 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """What was found out about DTensors: it holds for the next step's, if they have the same specs."""
+    """What is known about a list of DTensors; valid for those of the next step if they have the same specs."""
 
     specs: list[Any]
     spans: Spans
     task: Task
 
     def parts(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
-        """This rank's parts of `tensors`, joined; None if they are not like the last ones."""
+        """This rank's parts of `tensors`, joined; None if they differ from the last ones."""
         try:
             is_same = identical(map(spec_of, tensors), self.specs)
-        except AttributeError:  # there is none, or one that is no DTensor
+        except AttributeError:  # a gradient is missing, or not a DTensor
             return None
         return self.spans.over(list(map(local_of, tensors))) if is_same else None
 
@@ -217,7 +217,7 @@ def _looked_at(
 
 
 def by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Lists that one foreach call can process."""
+    """The tensors in lists, each of which one foreach call can process."""
     lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         lists.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -249,7 +249,7 @@ def _locals_of(kinds: Sequence[Kind], tensors: Sequence[torch.Tensor | None]) ->
 def _power(
     tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device, foreach: bool
 ) -> torch.Tensor:
-    """Over all elements: the sum of ``|x| ** norm_type``, the largest, or the smallest ``|x|``."""
+    """The sum of ``|x| ** norm_type`` over all elements, or the largest or smallest ``|x|``."""
     norms: list[torch.Tensor] = []
     for (_, kind), list_ in by_device_and_dtype(each for each in tensors if each.numel()).items():
         wider = torch.float32 if kind in (torch.bfloat16, torch.float16) else None  # for the precision of the sums

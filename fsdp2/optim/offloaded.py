@@ -1,15 +1,15 @@
-"""Optimizers for units with an `Offload` policy: their state rests in host memory, and their step overlaps with
+"""Optimizers for units with an `Offload` policy: their state is kept in host memory, and their step overlaps with
 compute. Layer: optim.
 
 ::
 
-    step()             returns at once; behind it, unit after unit in the order of forward:
+    step()             returns at once; in the background, unit after unit in forward order:
                            step 1, step 2, step 3, ...
     forward of unit 1  waits for step 1, gathers and computes, while 2 and 3 are stepped
     forward of unit 2  waits for step 2, ...
 
-The step is exact: it begins when all gradients are there and have been clipped, and each unit computes with stepped
-parameters. Nothing is guessed and taken back.
+The step is exact: it begins after all gradients are complete and clipped, and each unit computes with stepped
+parameters. Nothing is speculative.
 
 Source: ZeRO-Offload, https://arxiv.org/abs/2101.06840, whose delayed update this replaces.
 """
@@ -38,7 +38,7 @@ from fsdp2.optim.units import units_with
 from fsdp2.runtime.bucket import Bucket
 from fsdp2.runtime.parameter import Plan
 
-# Units whose gradients may wait for their step if backward steps (`step_in_backward`).
+# With `step_in_backward`: the number of units whose gradients may wait for their step.
 MAX_WAITING = 2
 
 
@@ -46,20 +46,21 @@ def offload_optimizer(
     kind: type[torch.optim.Optimizer], params: Params, *, elementwise: bool = False, **options: Any
 ) -> "OffloadedOptimizer":
     """Create a `kind` for parameters of units with an `Offload` policy: its state lives in host memory, and ``step()``
-    returns before the parameters are stepped. Each unit is stepped in the background, in the order of forward, before
-    its next all-gather.
+    returns before the parameters are stepped. Each unit is stepped in the background, in forward order, before its next
+    all-gather.
 
-    The training is that of `local_optimizer`, bit by bit, where the host computes as the device does. ``step()`` takes
-    gradients, options (the learning rate) and state as they are at the call. Whoever looks at a parameter,
-    ``optimizer.state``, a state dict or a checkpoint waits for what he sees; so no code has to change. Only a local
-    tensor that was taken out earlier (``to_local()``) is memory that changes when the step does: take it out again.
+    Results are bitwise those of `local_optimizer`, if the host computes as the device does. ``step()`` uses the
+    gradients, options (the learning rate) and state at the time of the call. Reading a parameter, ``optimizer.state``,
+    a state dict or a checkpoint waits for the steps that it needs, so no code has to change. The exception is a local
+    tensor taken earlier with ``to_local()``: its memory changes during the step, so take it again.
 
-    With `step_in_backward` units are stepped during backward, which needs no gradients of the whole model.
+    With `step_in_backward` units are stepped during backward, so the gradients of the whole model need not exist at
+    once.
 
-    Other parameters that it is given are stepped within ``step()``.
+    Parameters of other units are stepped within ``step()``.
 
     Args:
-        kind: as for `local_optimizer`, like the others.
+        kind: as for `local_optimizer`, like the other arguments.
         params: parameters or param groups.
         elementwise: trust another `kind` to treat each element independently.
         **options: for `kind`.
@@ -67,7 +68,7 @@ def offload_optimizer(
     Raises:
         ArgumentError: none of the parameters is in a unit with an `Offload` policy; or as `local_optimizer`. In or
             after a step: it changed an option of a param group.
-        Exception: (later) what a step raised is raised by whoever waits for it.
+        Exception: (later) the error of a step is raised where the step is waited for.
 
     Example::
 
@@ -100,7 +101,7 @@ class OffloadedOptimizer(LocalOptimizer):
         self._known = _Known()
         self._made_with = options
         super().__init__(params, **options)
-        forget_scaler(self)  # `GradScaler` looks for infinities itself, before it calls `step`
+        forget_scaler(self)  # `GradScaler` checks for infinities itself, before it calls `step`
         held = [param for group in self.param_groups for param in group["params"]]
         if any(plan.grad_home != plan.roles.device for _, plan in _offloaded(held).values()):
             accept_scaler(self)  # so that `step` learns of it
@@ -115,7 +116,7 @@ class OffloadedOptimizer(LocalOptimizer):
 
     @property
     def state(self) -> defaultdict[Any, Any]:
-        """By parameter, when all steps are done; waits for them."""
+        """The state by parameter. Waits for all steps."""
         self.wait()
         state: defaultdict[Any, Any] = self.__dict__["state"]
         return state
@@ -126,30 +127,30 @@ class OffloadedOptimizer(LocalOptimizer):
         self.__dict__["state"] = state
 
     def wait(self) -> None:
-        """Wait until all parameters are stepped and all state is where it rests. Nothing has to call it: who looks
-        waits. It is for measuring.
+        """Wait until all parameters are stepped and all state is stored. Only needed for measuring, because reading a
+        parameter or state waits by itself.
 
         Raises:
-            Exception: what a step raised; the first, if several units' steps did.
+            Exception: the error of a step; the first, if the steps of several units failed.
         """
         errors = []
         for wait in [each for part in self._known.parts.values() for each in (part.settle, part.synchronize)]:
             try:
                 wait()
-            except Exception as error:  # the others have to be waited for, too
+            except Exception as error:  # the others must be waited for too
                 errors.append(error)
         self._known.recent.clear()
         if errors:
             raise errors[0]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Begin a step, with the gradients, options and state of now.
+        """Begin a step with the current gradients, options and state.
 
         Args:
             closure: computes the loss and the gradients again; called at once.
 
         Raises:
-            UnsupportedError: a `GradScaler` calls it, and gradients of a mesh of accelerators are in host memory.
+            UnsupportedError: called by a `GradScaler`, and gradients of an accelerator mesh are in host memory.
         """
         if take_from_scaler(self):
             # `torch.amp.GradScaler._unscale_grads_` copies the scale to the gradients' device with non_blocking=True.
@@ -169,7 +170,7 @@ class OffloadedOptimizer(LocalOptimizer):
         offloaded = {id(param) for part in parts for param in part.params}
         for param in (param for group in self.param_groups for param in group["params"]):
             if param.grad is not None and id(param) in offloaded:
-                states.setdefault(param, {})  # in the order of the parameters, which code that gathers it relies on
+                states.setdefault(param, {})  # in parameter order, on which code that gathers states relies
         if any(rest):
             with _holding(self.param_groups, rest):
                 super().step()
@@ -182,20 +183,20 @@ class OffloadedOptimizer(LocalOptimizer):
         return loss
 
     def with_state_in_host_memory(self) -> set[torch.Tensor]:
-        """The parameters whose state rests there, or in files: for checkpoints that fill an optimizer before its first
-        step. The device may have no room for the state of all of them."""
+        """The parameters whose state is kept in host memory or in files: for checkpoints that fill an optimizer before
+        its first step, because the device may have no room for all of it."""
         held = [param for group in self.param_groups for param in group["params"]]
         offloaded = _offloaded(held)
         return {param for param in held if id(param) in offloaded}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any optimizer. With ``set_to_none=False`` it waits for the steps, which still read the gradients."""
+        """As for any optimizer. With ``set_to_none=False`` it waits for the steps, which still read the gradients."""
         if not set_to_none:
             self.wait()
         super().zero_grad(set_to_none)
 
     def _divided(self) -> "tuple[list[OffloadedPart], list[list[torch.Tensor]]]":
-        """What is stepped in the background, and for each param group the other parameters. Settles the former."""
+        """The parts that are stepped in the background, settled, and for each param group the other parameters."""
         lists = [group["params"] for group in self.param_groups]
         held = [param for each in lists for param in each]
         key = tuple(map(id, lists))
@@ -231,8 +232,8 @@ class _Known:
     """What an optimizer remembers from step to step.
 
     Attributes:
-        parts: what it steps in the background, by group and dtype.
-        divisions: how its parameters are divided, by its lists of them.
+        parts: the parts that it steps in the background, by group and dtype.
+        divisions: how its parameters are divided, by its lists of parameters.
         recent: parts whose gradients may still be in use.
     """
 
@@ -245,9 +246,9 @@ class _Division(NamedTuple):
     """The parameters of an optimizer, by where they are stepped.
 
     Attributes:
-        held, sizes: all of them, and how many each param group has.
-        shares: for each part its group, the plan of its parameters, and these as one list for each param group.
-        rest: the parameters that are not offloaded, likewise.
+        held, sizes: all parameters, and their number in each param group.
+        shares: for each part its group, the plan of its parameters, and these as one list per param group.
+        rest: the parameters that are not offloaded, also as one list per param group.
     """
 
     held: list[torch.Tensor]
@@ -267,13 +268,13 @@ def _divide(lists: Sequence[Sequence[torch.Tensor]]) -> _Division:
                 rest[index].append(param)
                 continue
             group, plan = offloaded[id(param)]
-            key = id(group), param.dtype  # gradients of another dtype are reduced by themselves
+            key = id(group), param.dtype  # each dtype of gradients is reduced separately
             shares.setdefault(key, (group, plan, [[] for _ in lists]))[2][index].append(param)
     return _Division(held, [*map(len, lists)], shares, rest)
 
 
 def _offloaded(params: Sequence[torch.Tensor]) -> dict[int, tuple[Bucket, Plan]]:
-    """For the ids of those in units with an `Offload` policy, their groups and plans."""
+    """The groups and plans of parameters in units with an `Offload` policy, by their ids."""
     return {
         id(param.sharded): (group, param.plan)
         for unit in units_with(params)
@@ -285,7 +286,7 @@ def _offloaded(params: Sequence[torch.Tensor]) -> dict[int, tuple[Bucket, Plan]]
 
 @contextmanager
 def _holding(groups: Groups, lists: Sequence[list[torch.Tensor]]) -> Iterator[None]:
-    """Let the param groups hold these parameters."""
+    """In the block, the param groups hold these parameters."""
     before = [group["params"] for group in groups]
     try:
         for group, each in zip(groups, lists, strict=True):
@@ -301,10 +302,10 @@ _checked: "WeakSet[torch.optim.Optimizer]" = WeakSet()
 
 @before_each_step
 def _check_follows_policy(optimizer: torch.optim.Optimizer) -> None:
-    """Before the first step of each optimizer.
+    """Called before the first step of each optimizer.
 
     Raises:
-        ArgumentError: it would keep on the device what should be in host memory.
+        ArgumentError: it would keep state on the device that belongs in host memory.
     """
     if optimizer in _checked:
         return

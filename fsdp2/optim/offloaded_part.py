@@ -2,12 +2,12 @@
 
 ::
 
-    begin    the caller's thread: takes gradients, options and state, as they are now; the parameters become pending
-    _run     in the background: what the step needs is copied to where the gradients are; the step; it is copied back
-    settle   whoever needs the parameters: waits for `_run`; the parameters are themselves again
+    begin    the caller's thread: takes the current gradients, options and state; the parameters become pending
+    _run     the background thread: copies what the step needs to where the gradients are, steps, copies back
+    settle   any user of the parameters: waits for `_run`; the parameters are real again
 
-The step is one of an inner `LocalOptimizer`, on *twins* of the parameters: DTensors on the same shards, or on copies of
-them, where the gradients are. What the caller does with gradients, options and state after `begin` changes nothing.
+An inner `LocalOptimizer` steps *twins* of the parameters: DTensors on the same shards, or on copies of them, where the
+gradients are. What the caller does with gradients, options and state after `begin` does not affect the step.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,14 +49,14 @@ class OffloadedPart:
 
     Args:
         unit_group: the unit's group that has the parameters.
-        plan: of one of them.
+        plan: the plan of one of them.
         lists: the parameters, one list for each param group of the optimizer.
-        make: makes the inner optimizer from param groups, which may merge contiguous parameters or not.
+        make: makes the inner optimizer from param groups; the flag says whether it may join contiguous parameters.
         groups: the optimizer's param groups.
 
     Attributes:
         params: the parameters.
-        seen: grows with the first gather of the parameters after each step, so its order is that of forward.
+        seen: set from a counter at the first gather after each step, so sorting parts by it gives forward order.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class OffloadedPart:
         twins = iter(self._twins)
         pairs = zip(groups, lists, strict=True)
         inner = [{**_options(group), "params": [next(twins) for _ in each]} for group, each in pairs]
-        joins = not self._policy.folders  # parts of merged memory cannot be freed
+        joins = not self._policy.folders  # parts of joined memory cannot be freed
         self._inner = make(inner, joins)
         self._staged = self._resting(plan.grad_home)
         self._future: Future[None] | None = None
@@ -89,9 +89,9 @@ class OffloadedPart:
         self._kept: list[Any] = []  # gradients that the device may still read
 
     def _resting(self, device: torch.device) -> RestingState | None:
-        """Where the state rests, if not where the optimizer steps."""
+        """Where the state is kept, if not where the optimizer steps."""
         folders = self._policy.folders
-        if folders and simulation() is None:  # a plan counts what is in files as memory of the host
+        if folders and simulation() is None:  # a plan counts files as host memory
             files = RestingShards(file for real in self._reals if (file := file_of(real)) is not None)
             return DiskState(self._inner.state, device, in_turn(folders, next(_on_disk)), files, self.settle)
         return None if device == host() else StagedState(self._inner.state, device, self._policy.pins)
@@ -109,11 +109,11 @@ class OffloadedPart:
     # --- the caller's thread -----------------------------------------------------------------------------------------
 
     def begin(self, groups: Groups, states: State) -> None:
-        """Step in the background the parameters that have gradients now. The previous step has been settled.
+        """Step in the background the parameters that have gradients now. The previous step must be settled.
 
         Args:
             groups: the optimizer's param groups.
-            states: its state, by parameter; it has the new values when `settle` returns.
+            states: its state, by parameter; it has the new values after `settle`.
         """
         stepped = [(p, twin) for p, twin in zip(self.params, self._twins, strict=True) if p.grad is not None]
         if not stepped:
@@ -127,7 +127,7 @@ class OffloadedPart:
         with self._stepping():
             has_copied = self._take_states(states)
         ready = self._streams.record()
-        # As after operations on the DTensors: tells autograd that tensors it may have saved will have changed.
+        # As operations on the DTensors would: autograd must see that tensors which it may have saved will change.
         torch.autograd.graph.increment_version([param for param, _ in stepped])
         self._become_pending()
         if self._staged is not None:
@@ -135,7 +135,7 @@ class OffloadedPart:
         self._future = submit(lambda: self._run(ready, states), self._policy.threads)
         unit_group = self._unit_group()
         is_used = unit_group is None or unit_group.phase is not Phase.SHARDED
-        if not self._policy.overlap or is_used or has_copied:  # copies of all units at once would need much memory
+        if not self._policy.overlap or is_used or has_copied:  # copies of all units at once need too much memory
             self.settle()
 
     def _become_pending(self) -> None:
@@ -150,11 +150,11 @@ class OffloadedPart:
 
     def _unit_needs(self, gathering: bool) -> None:
         """The unit's group is about to use the shards."""
-        if gathering and not self._is_gathered:  # backward gathers again, in another order
+        if gathering and not self._is_gathered:  # backward gathers again, in a different order
             self.seen, self._is_gathered = next(_gathers), True
         if gathering and not self._streams.lazy:
-            # The all-gather stream waits, and no other: compute goes on. Whoever else looks at a parameter finds it
-            # pending, and waits on a stream of his own.
+            # Only the all-gather stream waits; compute continues. Other code that reads a parameter finds it pending,
+            # and waits on its own stream.
             self.release()
             self._streams.wait(self._done)
         else:
@@ -165,22 +165,22 @@ class OffloadedPart:
         future = self._future
         if future is not None:
             future.result()
-        # The next reductions may get the memory of the gradients, which the step still reads.
+        # The next reductions may reuse the memory of the gradients, which the step still reads.
         for stream in (self._streams.reducing, self._streams.all_reducing):
             with stream():
                 self._streams.wait(self._done)
         self._kept = []
 
     def settle(self) -> None:
-        """Wait for the step, on the current stream: the parameters are themselves again.
+        """Wait for the step on the current stream, and make the parameters real again.
 
         Raises:
-            Exception: what the step raised.
+            Exception: the error of the step.
         """
         try:
             self.release()
         finally:
-            if self._future is None or self._future.done():  # not if a signal has interrupted the wait
+            if self._future is None or self._future.done():  # False if a signal has interrupted the wait
                 self._become_real()
                 self._future = None
                 self._streams.wait(self._done)
@@ -194,19 +194,19 @@ class OffloadedPart:
             unit_group.changing[:] = [each for each in unit_group.changing if each != self._unit_needs]
 
     def synchronize(self) -> None:
-        """Let the host wait for what the device writes to its memory, and for files. After `settle`."""
+        """Let the host wait for the device's writes to host memory, and for files. Call it after `settle`."""
         if self._done is not None:
             self._done.synchronize()
         if self._staged is not None:
             self._staged.finish()
 
     def _take_states(self, states: State) -> bool:
-        """What is outside counts; it may have been loaded, or changed, since the last step. Returns whether some was
-        copied."""
+        """Take the optimizer's state, which may have been loaded or changed since the last step. Returns whether
+        anything was copied."""
         inner = self._inner.state
         outers = list(map(states.get, self.params))
         if self._staged is None and self._is_all_host and identical(map(inner.get, self._twins), outers):
-            return False  # what `_publish` has left there
+            return False  # still what `_publish` stored
         copies = [self._take_state(inner, *each) for each in zip(self._twins, outers, strict=True)]
         return any(copies)
 
@@ -261,7 +261,7 @@ class OffloadedPart:
         for twin, real in moved:
             local_tensor(twin).copy_(real, non_blocking=True)
         if moved and (event := self._streams.record()) is not None:
-            event.synchronize()  # the host steps, to which no order of streams applies
+            event.synchronize()  # the host steps, and stream order does not apply to it
 
     def _store(self) -> None:
         for twin, real in self._pairs():
@@ -274,7 +274,7 @@ class OffloadedPart:
         return [*zip(self._twins, self._reals, strict=True)]
 
     def _publish(self, states: State) -> None:
-        """Let `states` have the state of each parameter."""
+        """Store the state of each parameter in `states`."""
         inner = self._inner.state
         for param, twin in zip(self.params, self._twins, strict=True):
             if twin not in inner:
@@ -300,7 +300,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_now(value: Any) -> Any:
-    """An option that keeps its value: schedulers change a tensor in place."""
+    """A copy of an option's current value: schedulers change a tensor in place."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -315,7 +315,8 @@ def _twin(param: DTensor, plan: Plan) -> Any:
 
 
 def _grad_for(twin: Any, param: Any) -> DTensor:
-    """The parameter's gradient, where `twin` is, and that says so: one that was moved says where it came from."""
+    """The parameter's gradient on the device of `twin`, as a DTensor that reports this device. (An offloaded gradient
+    reports the device of its mesh.)"""
     grad, device = param.grad, local_of(twin).device
     if (
         isinstance(grad, DTensor)

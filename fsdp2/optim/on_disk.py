@@ -1,14 +1,14 @@
-"""`DiskState`: an optimizer's state that rests in a file. Layer: optim.
+"""`DiskState`: optimizer state that is kept in a file. Layer: optim.
 
 ::
 
-    prefetch    one thread lets at most three units' state into memory, in the order of the steps; four threads read
+    prefetch    one thread admits the state of at most three units to memory, in step order; four threads read
     step        in the background, as without files
-    store       the same four threads write; then the memory is freed, and the next unit's state may come
+    store       the same four threads write; then the memory is freed, and the next unit's state is admitted
 
-So while one unit is stepped, the next is read and the one before it is written. Parameters that are in
-files (see `disk/mapped.py`) are read ahead and put to rest at the same times. Files have no names: what a process
-leaves behind when it dies, the system frees at once.
+So while one unit is stepped, the next is read and the previous one is written. Parameters in files (see
+`disk/mapped.py`) are read ahead and released at the same times. The files have no names, so the system frees them when
+the process dies.
 
 Source: ZeRO-Infinity, https://arxiv.org/abs/2104.07857.
 """
@@ -53,13 +53,13 @@ def _threads() -> _Threads:
 
 
 class DiskState(RestingState):
-    """State that rests in a file.
+    """State that is kept in a file.
 
     Args:
         state, device: as for `RestingState`.
         folder: where the file is; created if it does not exist.
-        beside: files that the step needs too.
-        settle: waits for the step, so that whoever looks at what is shown sees what it left.
+        beside: files with parameters that the step needs too.
+        settle: waits for the step; called before anything reads a shown tensor.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class DiskState(RestingState):
         remove_leftovers(folder)
 
     def prefetch(self) -> None:
-        """Begin to read."""
+        """Start to read."""
         self._begun = []
         self._reads = _threads().gate.submit(self._begin_to_read)
 
@@ -93,7 +93,7 @@ class DiskState(RestingState):
         for place in self._places:
             if place.memory is None:
                 for read in place.begin_to_read(self.device):
-                    self._begun.append(read)  # at once: the next may fail, and `drop` must wait for this one
+                    self._begun.append(read)  # at once: the next read may fail, and `drop` must wait for this one
 
     def fetch(self) -> None:
         """Wait until all is in memory."""
@@ -106,10 +106,10 @@ class DiskState(RestingState):
             place.move_there()
 
     def store(self) -> None:
-        """Begin to write.
+        """Start to write.
 
         Raises:
-            OSError: the last write has failed, and nobody has asked.
+            OSError: the last write has failed, and `finish` has not raised it.
         """
         values = self.all_values()
         before = self._written
@@ -125,7 +125,7 @@ class DiskState(RestingState):
             before.result()
 
     def drop(self) -> None:
-        """Forget what the step has done to it: the file has what was before."""
+        """Discard the changes of the step: the file still has the previous values."""
         assert self._reads is not None
         wait([self._reads])
         wait(self._begun)
@@ -151,20 +151,20 @@ class DiskState(RestingState):
             if written is not None:
                 written.result()
         except BaseException:
-            self._written = None  # said once; the next step writes again
+            self._written = None  # raised only once; the next step writes again
             raise
         self._beside.check()
 
     def settle(self) -> None:
-        """Wait until the step is through, and all is written."""
+        """Wait until the step is complete and everything is written."""
         settle = self._settle()
         if settle is not None:
             settle()
         self.finish()
 
     def _place(self, values: list[DTensor]) -> None:
-        """Find places in a new file for these. If there is no room on the disk, nothing has changed."""
-        # What somebody else's memory is, or none, stays where it is.
+        """Find places in a new file for these. If the disk has no room, nothing changes."""
+        # Tensors without memory, or whose memory is shared with others, stay where they are.
         storages = {
             key: there
             for key, there in storages_of(values).items()
@@ -194,13 +194,12 @@ class Place:
     """Some bytes of a file, and of memory while they are used.
 
     Args:
-        state: whose bytes they are.
-        offset: in the file.
+        state: the state to which the bytes belong.
+        offset: their offset in the file.
         there: the bytes of the tensors that the optimizer steps with.
 
     Attributes:
-        memory: of the host, that has the bytes; `there` itself, if that is on the host. None while they are in the file
-            only.
+        memory: host memory with the bytes; `there` itself if that is on the host. None while only the file has them.
     """
 
     def __init__(self, state: DiskState, file: DiskFile, offset: int, there: torch.Tensor):
@@ -210,10 +209,10 @@ class Place:
         self._there = there
         self._nbytes = there.numel()
         self.memory: torch.Tensor | None = None
-        self.changing = RLock()  # held from reading to writing back, when a tensor is changed
+        self.changing = RLock()  # held from reading to writing back while a tensor is changed
 
     def begin_to_read(self, device: torch.device) -> "Iterator[Future[None]]":
-        """Read all of it into memory; begins as the futures are taken."""
+        """Read all of it into memory. Reads start as the iterator is consumed."""
         if device == HOST:
             self._there.untyped_storage().resize_(self._nbytes)
             self.memory = self._there
@@ -222,14 +221,14 @@ class Place:
         yield from self._chunks(self._file.fill, self.memory)
 
     def move_there(self) -> None:
-        """From the memory of the host to where the optimizer steps."""
+        """Copy from host memory to where the optimizer steps."""
         if self.memory is not self._there:
             assert self.memory is not None
             self._there.untyped_storage().resize_(self._nbytes)
             self._there.copy_(self.memory)
 
     def begin_to_write(self) -> "Iterator[Future[None]]":
-        """Write all of it, likewise."""
+        """Write all of it. Writes start as the iterator is consumed."""
         if self._there.device == HOST:
             self.memory = self._there
         else:
@@ -243,13 +242,13 @@ class Place:
             yield _threads().io.submit(do, self._offset + start, view[start : start + CHUNK])
 
     def free(self) -> None:
-        """The file has it."""
+        """Free the memory, because the file has the values."""
         if self.memory is self._there:
             self._there.untyped_storage().resize_(0)
         self.memory = None
 
     def read(self, start: int, into: memoryview) -> None:
-        """Look at some bytes, when the step is through."""
+        """Read some bytes, after the step is complete."""
         self._wait()
         if self.memory is None:
             self._file.read(self._offset + start, into)
@@ -257,7 +256,7 @@ class Place:
             into[:] = memory_at(self.memory.data_ptr() + start, into.nbytes)
 
     def write(self, start: int, values: memoryview) -> None:
-        """Change some bytes, when the step is through."""
+        """Write some bytes, after the step is complete."""
         self._wait()
         if self.memory is None:
             self._file.write(self._offset + start, values)
@@ -271,11 +270,11 @@ class Place:
 
 
 class DiskTensor(torch.Tensor):
-    """A tensor whose values are in a file. An operation reads what it needs, and writes what it has changed; a view
+    """A tensor whose values are in a file. An operation reads what it needs, and writes what it has changed. A view
     reads nothing, and is a tensor in the file too.
 
     Args:
-        like: a tensor on the meta device that has its shape, and its place among the elements of `place`.
+        like: a meta tensor with its shape, strides and offset in the elements of `place`.
     """
 
     __torch_function__ = no_torch_function
@@ -290,7 +289,7 @@ class DiskTensor(torch.Tensor):
         self.place = place
 
     def in_memory(self) -> torch.Tensor:
-        """A copy."""
+        """A copy in memory."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride(), strict=True))
         buffer = torch.empty(last + 1 if self.numel() else 0, dtype=self.dtype, device=HOST)
         if self.numel():
@@ -338,7 +337,7 @@ class DiskTensor(torch.Tensor):
         positions, names = written_arguments(func)
         written = [args[each] for each in positions if each < len(args)] + [kwargs[each] for each in names & {*kwargs}]
         with ExitStack() as changing:
-            # Some columns are read and written with those between them, which another thread may be loading.
+            # A strided tensor is read and written with the elements in between, which another thread may be loading.
             for place in _places(written):
                 changing.enter_context(place.changing)
             out = func(*map_tensors(real, args), **map_tensors(real, kwargs))
@@ -347,7 +346,7 @@ class DiskTensor(torch.Tensor):
 
 
 def _places(tensors: list[Any]) -> list[Place]:
-    """Those of the tensors that are in files, always in the same order: several are locked at once."""
+    """The places of the tensors that are in files, always in the same order, because several are locked at once."""
     found: dict[int, Place] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -366,7 +365,7 @@ def _put_back(tensor: torch.Tensor, copies: Mapping[int, torch.Tensor]) -> torch
 
 
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a view is, computed without values."""
+    """The result of a view operation, computed without values."""
     [source] = [each for each in (*args, *kwargs.values()) if isinstance(each, DiskTensor)]
     swap = lambda tensor: tensor.like if tensor is source else tensor  # noqa: E731
     out = func(*map_tensors(swap, args), **map_tensors(swap, kwargs))

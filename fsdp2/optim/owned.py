@@ -1,12 +1,12 @@
-"""`Matrix`: which rank has which part of it, who steps it, and its state; `OwnedTensor`: that state. Layer: optim.
+"""`Matrix`: its parts on the ranks, its owner and its state; `OwnedTensor`: that state. Layer: optim.
 
-The state is, on the owner, what the optimizer made: tensors by name. Outside, in ``optimizer.state[param]``, every rank
-has the same entries: an `OwnedTensor` for each, whose local tensor on the owner is the very tensor inside. So what
-reads an optimizer's state (checkpoints) needs to know nothing. With several matrices to a parameter the number of the
-matrix follows the name: ``momentum_buffer[2]``.
+On the owner the state (inside) is what the optimizer made: tensors by name. In ``optimizer.state[param]`` (outside)
+every rank has the same entries: an `OwnedTensor` for each, whose local tensor on the owner is the tensor inside. So
+code that reads an optimizer's state (checkpoints) needs no special handling. If a parameter has several matrices, the
+number of the matrix follows the name: ``momentum_buffer[2]``.
 
-The outside is authoritative. What was replaced there, by `load_state_dict` or a user, is taken in before a step, also
-if it is distributed in another way: then it is gathered, on all ranks alike.
+The outside is authoritative. Tensors that were replaced there, by `load_state_dict` or the user, are taken in before a
+step. If they are distributed differently, all ranks gather them.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Crew:
     Attributes:
         ranks: global ranks, in the order of the group.
         group: their process group; None for this rank alone, with plain parameters.
-        device_type: of the meshes.
+        device_type: the device type of the meshes.
     """
 
     ranks: tuple[int, ...]
@@ -47,11 +47,11 @@ class Crew:
 
     @property
     def rank(self) -> int:
-        """This one."""
+        """The index of this rank in `ranks`."""
         return self.ranks[0] if self.group is None else dist.get_rank()
 
     def said_by_all(self, what: Any) -> list[Any]:
-        """What each rank passes, in the order of the ranks. Collective."""
+        """All-gather an object from each rank, in the order of the ranks. Collective."""
         said: list[Any] = [what] * len(self.ranks)
         if self.group is not None:
             dist.all_gather_object(said, what, group=self.group)
@@ -61,12 +61,12 @@ class Crew:
 class OwnedTensor(DTensor):
     """Optimizer state of `matrix_optimizer`, a DTensor: `owner` has the whole tensor, others have an empty local one.
 
-    It is on the mesh of its owner alone, so all that reads DTensors knows where it is. Unlike a plain DTensor it can be
-    gathered by any rank of the matrix's group (`full_tensor`), as `get_optimizer_state_dict(full_state_dict=True)`
-    does. That is collective there.
+    Its mesh consists of its owner only, so code that reads DTensors knows where it is. Unlike a plain DTensor it can be
+    gathered by all ranks of the matrix's group (`full_tensor`), as `get_optimizer_state_dict(full_state_dict=True)`
+    does. That is collective over the group.
 
     Attributes:
-        owner: a global rank.
+        owner: the owner's global rank.
         crew: the ranks that can gather it.
     """
 
@@ -78,7 +78,7 @@ class OwnedTensor(DTensor):
         """An owned tensor of `shape`.
 
         Args:
-            local: on the owner the whole tensor, elsewhere an empty one of the same dtype.
+            local: the whole tensor on the owner, an empty one of the same dtype on other ranks.
         """
         spec = make_spec(mesh_of_one(crew.device_type, owner), (Replicate(),), shape, strides(shape), local.dtype)
         tensor = make_dtensor(local, spec, kind=OwnedTensor)
@@ -110,7 +110,7 @@ class OwnedTensor(DTensor):
         spec = make_spec(self.device_mesh, (Replicate(),), self.shape, strides(self.shape), self.dtype)
         return make_dtensor(self.full_tensor(), spec)
 
-    # What makes a tensor from this one must not make a plain DTensor, which other ranks cannot gather.
+    # Operations that copy this tensor must not return a plain DTensor, which other ranks cannot gather.
 
     def to(self, *args: Any, **options: Any) -> Any:
         """As of any tensor."""
@@ -140,10 +140,10 @@ class Matrix:
     """One matrix of a parameter on this rank.
 
     Attributes:
-        name: of the parameter, for messages.
+        name: the parameter's name, for messages.
         group: the index of its param group.
-        number, box: of the matrix, among the `num_matrices` of the parameter.
-        tiling: of the parameter.
+        number, box: the index of the matrix among the parameter's `num_matrices`, and its box.
+        tiling: the parameter's tiling.
         crew: the ranks that hold the parameter; this rank alone for a plain one.
         owner: the global rank that steps it.
         inside: the state that the optimizer sees; None before the first step, and on ranks that do not own the matrix.
@@ -163,21 +163,21 @@ class Matrix:
 
     @property
     def suffix(self) -> str:
-        """Of the names under which its state is shown."""
+        """The suffix of the names under which its state is shown."""
         return f"[{self.number}]" if self.num_matrices > 1 else ""
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Of its gradient."""
+        """The dtype of its gradient."""
         return self.param.grad_dtype or self.param.dtype
 
     @property
     def local(self) -> torch.Tensor:
-        """What this rank has of the parameter. With CPU offload not where its mesh communicates."""
+        """This rank's part of the parameter. With CPU offload it is not on the mesh's device."""
         return local_tensor(self.param) if isinstance(self.param, DTensor) else self.param.detach()
 
     def piece_of(self, rank: int) -> Box | None:
-        """What `rank` has of the matrix, in coordinates of the parameter; None for nothing."""
+        """The part of the matrix that `rank` holds, in coordinates of the parameter; None if it holds none."""
         box = self.tiling.box_of(rank)
         return None if box is None else box.intersect(self.box)
 
@@ -188,7 +188,7 @@ class Matrix:
         return piece.within(box).slices()
 
     def sends(self, rank: int) -> bool:
-        """Whether the owner takes the piece of `rank`: of several replicas, those of its own."""
+        """Whether the owner uses the piece of `rank`: with several replicas, only pieces of its own."""
         grid = self.tiling.grid
         at, home = grid.coordinates(rank), grid.coordinates(self.owner)
         assert at is not None and home is not None
@@ -196,14 +196,14 @@ class Matrix:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing is shown yet of what the optimizer keeps. (It may keep nothing.)"""
+        """Whether none of its state is shown yet. (The optimizer may keep none.)"""
         return self._shown is None
 
     def take_in(self, outer: State | None) -> None:
-        """Take in what is outside, if it has been replaced. Collective over the crew if that is distributed otherwise.
+        """Take in the state outside, if it was replaced. Collective over the crew if it is distributed differently.
 
         Raises:
-            MismatchError: it has no state for this matrix, or other things than tensors.
+            MismatchError: it has no state for this matrix, or has values that are not tensors.
         """
         shown = self._shown or {}
         if not outer:
@@ -227,12 +227,12 @@ class Matrix:
         self.show(outer, form_of(found))
 
     def put_out(self, outer: State | None, inside: State) -> None:
-        """Keep the state after a step, on the owner, and show it if there was one before. A first one is shown by all
+        """On the owner, keep the state after a step, and show it if state was shown before. New state is shown by all
         ranks together (`show`), so that entries have the same order everywhere: code that gathers them depends on it.
 
         Raises:
-            UnsupportedError: it has other things than tensors, or another form than it had at first, which other ranks
-                cannot know.
+            UnsupportedError: it has values that are not tensors, or its form has changed, which other ranks cannot
+                know.
         """
         found = {name: getattr(value, "shape", type(value)) for name, value in inside.items()}
         can_be_shown = all(isinstance(value, torch.Tensor) and "[" not in name for name, value in inside.items())
@@ -246,7 +246,7 @@ class Matrix:
             self.show(outer, form_of(inside))
 
     def show(self, outer: State, form: Form) -> None:
-        """Make the entries outside; on ranks that do not own the matrix, empty ones."""
+        """Create the entries outside, empty ones on ranks that do not own the matrix."""
         known, self._shown = self._shown or {}, {}
         for name, (shape, dtype) in form.items():
             local = None if self.inside is None else self.inside[name]
@@ -258,19 +258,19 @@ class Matrix:
             self._shown[name] = outer[f"{name}{self.suffix}"] = entry
 
     def owned(self, local: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> OwnedTensor:
-        """A part of its state, for outside. `local`: the owner's; None for a new one, unfilled."""
+        """A part of its state, for outside. `local`: the owner's tensor; None for a new, unfilled one."""
         if local is None:
             size = tuple(shape) if self.owner == self.crew.rank else 0
             local = torch.empty(size, dtype=dtype, device=self.local.device)
         return OwnedTensor.of(local, shape, self.owner, self.crew)
 
     def _whole(self, value: Any) -> Any:
-        """The whole value on the owner. Collective if a DTensor is not the owner's."""
+        """The whole value, on the owner. Collective for a DTensor that is not on the owner's mesh."""
         if not isinstance(value, DTensor):
             return value
         return local_tensor(value) if value.device_mesh.mesh.tolist() == [self.owner] else full_tensor(value)
 
 
 def form_of(state: State) -> Form:
-    """What other ranks must know of a state."""
+    """What other ranks must know about a state."""
     return {name: (tuple(value.shape), value.dtype) for name, value in state.items()}

@@ -1,8 +1,7 @@
-"""`PendingTensor`: stands for a tensor that is being changed in the background, until somebody looks. Layer: optim.
+"""`PendingTensor`: a placeholder for a tensor that is being changed in the background. Layer: optim.
 
-It is the local tensor of a sharded parameter while its step is under way. Every operation on the parameter reaches it,
-waits, and then sees the real tensor. torch's asynchronous collectives wait in the same way, for the result that they
-stand for.
+It is the local tensor of a sharded parameter while its step is running. Every operation on the parameter reaches it,
+waits, and then uses the real tensor. The results of torch's functional collectives wait in the same way.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +14,11 @@ from fsdp2.runtime.tree import map_tensors
 
 
 class PendingTensor(torch.Tensor):
-    """`real`, after `settle` was called.
+    """Becomes `real` after `settle` was called.
 
     Args:
-        real: with whatever values.
-        settle: waits, and takes this tensor out of use; called before each operation on it.
+        real: the real tensor, which is still being changed.
+        settle: waits, and replaces this tensor by `real` where it is used; called before each operation on it.
     """
 
     __torch_function__ = no_torch_function

@@ -1,7 +1,7 @@
-"""An optimizer's state that rests elsewhere than where it steps: `StagedState`, in host memory. Layer: optim.
+"""Optimizer state that is kept elsewhere than where the optimizer steps: `StagedState`, in host memory. Layer: optim.
 
-The tensors that the optimizer steps with stay the same objects, so what a local optimizer knows of them stays valid;
-between steps their memory is freed. What is shown outside are DTensors on what rests.
+The tensors that the optimizer steps with stay the same objects, so what a local optimizer knows about them stays valid;
+between steps their memory is freed. The optimizer's state shows DTensors on the stored copies.
 """
 
 from abc import ABC, abstractmethod
@@ -20,8 +20,8 @@ State = dict[Any, Any]
 
 
 def beside_step(value: Any, device: torch.device) -> Any:
-    """What is no DTensor in the state of a parameter that is stepped on `device`. The counter of a fused step is on the
-    parameter's device after a load, also where the host steps."""
+    """A value that is not a DTensor, as the step on `device` needs it. (After a load the counter of a fused step is on
+    the parameter's device, even if the host steps.)"""
     elsewhere = isinstance(value, torch.Tensor) and value.device != device and device == host()
     return value.to(device) if elsewhere else value
 
@@ -31,12 +31,12 @@ class RestingState(ABC):
     where the optimizer steps.
 
     Args:
-        state: of the optimizer, by parameter.
+        state: the inner optimizer's state, by parameter.
         device: where it steps.
 
     Attributes:
-        values: DTensors that the optimizer steps with, and that rest between steps.
-        shown: for each of them, what is shown outside.
+        values: the DTensors that the optimizer steps with, which are stored between steps.
+        shown: for each of them, the tensor that the outer optimizer's state shows.
     """
 
     def __init__(self, state: MutableMapping[Any, State], device: torch.device):
@@ -46,10 +46,10 @@ class RestingState(ABC):
         self.shown: list[DTensor] = []
 
     def take(self, param: Any, outer: State) -> bool:
-        """What is outside counts: use it for `param`, if it is not what `show` left there.
+        """Copy from the outer state of `param` the tensors that are not those that `show` stored there.
 
         Returns:
-            Whether some was not. It has been copied.
+            Whether there were any.
         """
         inner = self.state.setdefault(param, {})
         known = {id(shown): value for shown, value in zip(self.shown, self.values, strict=True)}
@@ -65,7 +65,7 @@ class RestingState(ABC):
         return copied
 
     def show(self, param: Any, outer: State) -> None:
-        """Put what rests into the state outside."""
+        """Put the stored tensors into the outer state."""
         shown = {id(value): shown for value, shown in zip(self.values, self.shown, strict=True)}
         inner = self.state[param]
         for key in [key for key in outer if key not in inner]:
@@ -78,22 +78,21 @@ class RestingState(ABC):
         return [value for inner in self.state.values() for value in inner.values() if isinstance(value, DTensor)]
 
     def prefetch(self) -> None:  # noqa: B027
-        """In the caller's thread, just before the step is given to the background: `fetch` and `store`, or `drop`, will
-        be called."""
+        """Called in the caller's thread just before the step is submitted; `fetch` and `store`, or `drop`, follow."""
 
     @abstractmethod
     def fetch(self) -> None:
-        """Bring what rests to where the optimizer steps."""
+        """Copy the stored values to where the optimizer steps."""
 
     @abstractmethod
     def store(self) -> None:
-        """Let it rest again, and free the memory where the optimizer steps."""
+        """Store the values again, and free the memory where the optimizer steps."""
 
     def drop(self) -> None:  # noqa: B027
         """Instead of `store`, after `fetch` or the step have raised."""
 
     def finish(self) -> None:  # noqa: B027
-        """Wait until all of it rests; called by the caller's thread after the step.
+        """Wait until everything is stored; called in the caller's thread after the step.
 
         Raises:
             OSError: some could not be stored, and stays in memory.
@@ -101,7 +100,7 @@ class RestingState(ABC):
 
 
 class StagedState(RestingState):
-    """State that rests in host memory.
+    """State that is kept in host memory.
 
     Args:
         state, device: as for `RestingState`.
@@ -114,7 +113,7 @@ class StagedState(RestingState):
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # bytes on the device and on the host
 
     def fetch(self) -> None:
-        """Copy what rests on the host to the device."""
+        """Copy it to the device."""
         for there, here in self._places:
             there.untyped_storage().resize_(here.numel())
             there.copy_(here, non_blocking=True)
@@ -126,7 +125,7 @@ class StagedState(RestingState):
             self._place(values)
         for there, here in self._places:
             here.copy_(there, non_blocking=True)
-            there.untyped_storage().resize_(0)  # in the order of the stream
+            there.untyped_storage().resize_(0)  # in stream order
 
     def _place(self, values: list[DTensor]) -> None:
         """Find a place on the host for these."""
@@ -144,7 +143,7 @@ class StagedState(RestingState):
 
 
 def storages_of(values: Iterable[DTensor]) -> dict[Any, torch.Tensor]:
-    """The memory of their local tensors, as bytes, by what `storage_key` says of the storage."""
+    """The memory of their local tensors, as bytes, by `storage_key` of the storage."""
     found: dict[Any, torch.Tensor] = {}
     for value in values:
         local = local_tensor(value)

@@ -1,4 +1,4 @@
-"""What checkpoints must know of the optimizers here. Layer: optim. Importing this module registers it."""
+"""What checkpoints must know about these optimizers. Layer: optim. Importing this module registers it."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ class _OwnOptimizers(Optimizers):
         return isinstance(tensor, OwnedTensor)
 
     def kind_of(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """Of a `MatrixOptimizer` the kinds of its param groups' optimizers, as if they were saved as several."""
+        """For a `MatrixOptimizer`, the kinds of its param groups' optimizers, as if these were saved separately."""
         if not isinstance(optimizer, MatrixOptimizer):
             return None
         return ", ".join(dict.fromkeys(group["kind"] for group in optimizer.param_groups))

@@ -14,7 +14,7 @@ _units: WeakSet[Unit] = WeakSet()
 
 
 def units_with(params: Iterable[torch.Tensor]) -> list[Unit]:
-    """Those that manage some of these sharded parameters, or parts of them."""
+    """The units that manage any of these sharded parameters, or parts of them."""
     ids = {id(param) for param in params}
     found = [unit for made in _units for unit in (made, *made.followers)]
     return [unit for unit in found if any(id(p.sharded) in ids for group in unit.groups for p in group.params)]

@@ -210,14 +210,14 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "disk: who looks does not wait",
         DISK,
-        '        """Look at some bytes, when the step is through."""\n        self._wait()\n',
+        '        """Read some bytes, after the step is complete."""\n        self._wait()\n',
         "",
         "states_on_disk",
     ),
     Mutant(
         "disk: who changes something does not wait",
         DISK,
-        '        """Change some bytes, when the step is through."""\n        self._wait()\n',
+        '        """Write some bytes, after the step is complete."""\n        self._wait()\n',
         "",
         "states_on_disk",
         harmless="who changes something has looked at it, and has waited",
