@@ -1,4 +1,4 @@
-"""Sharded checkpoints: saved without communication, loaded into any sharding, never half there."""
+"""Sharded checkpoints: saved without communication, loaded into any sharding, either complete or absent."""
 
 from fsdp2.checkpoint.loading import Loaded, load
 from fsdp2.checkpoint.run.background import SaveHandle

@@ -1,7 +1,7 @@
 """Load any checkpoint into any sharding; every rank reads what it needs, straight into its tensors. Layer: checkpoint.
 
-First the ranks compare which files they see. Then everything is planned and compared: names, shapes, dtypes, and
-whether the files cover what is needed. Only then are tensors filled. At the end the ranks exchange whether they
+First the ranks compare which files they see. Then each rank plans everything and checks names, shapes, dtypes, and that
+the files contain all that is needed. Only then are tensors filled. At the end the ranks exchange whether they
 succeeded.
 """
 
@@ -37,7 +37,7 @@ from fsdp2.placement.box import Box
 
 __all__ = ["Loaded", "check_twins", "load"]
 
-MOST_FILES = 256  # of which the ranks compare a few bytes before they read
+MOST_FILES = 256  # the number of files of which ranks compare a few bytes before they read
 SAMPLE_BYTES = 4096
 
 
@@ -49,8 +49,8 @@ class Loaded:
         folder: the folder of the checkpoint.
         step: as given to `save`; None if it was not given, or the format has none.
         extra: what this rank passed to `save`, by key, including the state of objects.
-        missing: what was requested but is not stored (with ``strict=False``).
-        unexpected: what is stored in the requested sections but has no destination.
+        missing: names that were requested but are not stored (with ``strict=False``).
+        unexpected: names that are stored in the requested sections but have no destination.
     """
 
     folder: str
@@ -73,37 +73,36 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     timeout_s: float = 600.0,
 ) -> Loaded:
-    """Load a checkpoint, written by any number of ranks with any sharding. Every rank of the group must call this. Each
+    """Load a checkpoint that any number of ranks wrote with any sharding. Every rank of the group must call this. Each
     reads only the bytes that its shards need; no collective is issued.
 
     Args:
-        folder: the folder of a checkpoint (see `latest`): one of ours, a Hugging Face folder, or one of another library
-            that `fsdp2.checkpoint` reads.
+        folder: the folder of a checkpoint (see `latest`): a native one, a Hugging Face folder, or one of another
+            library in a format that `fsdp2.checkpoint` reads.
         model: a module, filled in place; parameters on the meta device are allocated and filled.
             Or a plain dict of tensors and DTensors, filled in place.
-        optimizer: likewise; a list or a dict for several, as they were saved. An optimizer that has not stepped yet
-            also gets its state; options such as the learning rate are restored too. Needs the module for its
-            parameters' names.
+        optimizer: an optimizer, filled in place; a list or a dict for several, as they were saved. State is created if
+            the optimizer has not stepped yet, and options such as the learning rate are restored. Needs the module for
+            its parameters' names.
         extra: objects with ``load_state_dict``, by the keys under which they were saved; they get their state.
             `Loaded.extra` holds all saved values in any case.
         sources: for checkpoints with other names or layouts: maps names of the model to the stored name or an
-            expression (`stored`, `concatenated`). A mapping, or a function, which may return None for an unchanged
-            name.
+            expression (`stored`, `concatenated`). A mapping, or a function that may return None for an unchanged name.
         strict: raise if anything is missing or unexpected; with False, `Loaded` lists it.
-        cast: convert to the dtype of the destination; otherwise a different dtype is an error. New state of an
-            optimizer gets its parameter's dtype, except for counters.
-        verify: check everything that is read against its checksums.
+        cast: convert to the dtype of the destination; otherwise a different dtype is an error. New optimizer state gets
+            its parameter's dtype, except for counters.
+        verify: check the checksums of everything that is read.
         process_group: the ranks that load together; None for all.
         timeout_s: how long to wait for the other ranks, at the beginning and at the end.
 
     Raises:
         MismatchError: names, shapes or dtypes of the checkpoint do not match the destination; all differences are
-            listed. The rank that found them has changed nothing; the others raise an error of the same type that names
+            listed. The rank that found them has changed nothing. The others raise an error of the same type that names
             that rank, and may have filled tensors by then: do not train on them. Or the ranks see different
-            checkpoints: they are listed, and no rank has changed anything.
+            checkpoints, which are listed; then no rank has changed anything.
         CorruptError: files are damaged. Destinations may be partly filled: do not train on them.
-        ReplacedError: another save replaced the checkpoint while it was read, in each of several attempts.
-        CheckpointError: there is no checkpoint, or another rank failed (its error is in the message).
+        ReplacedError: in each of several attempts another save replaced the checkpoint while it was read.
+        CheckpointError: no checkpoint was found, or another rank failed (its error is in the message).
 
     Example::
 
@@ -120,7 +119,7 @@ def load(
         try:
             return load_once(agreement)
         except (CheckpointError, OSError):
-            # All ranks learn this, whatever this rank's own error is, so that all start again or none.
+            # All ranks see the same outcome, whatever their own error is, so either all start again or none.
             if not reads_left or not agreement.failed_by(ReplacedError):
                 raise
     raise AssertionError("unreachable")
@@ -158,25 +157,25 @@ def _load(
                 parts = [part for need, own in entries for part in need.parts(catalog, own.box, own.local)]
             catalog.read(parts, verify)
             matching.finish()
-            values = stored.give(extra, verify)  # last: what came before may have drawn random numbers
+            values = stored.give(extra, verify)  # last: earlier steps may have drawn random numbers
     except BaseException as error:
         agreement.abandon(error)
         raise
     if agreement.report():
-        agreement.decide()  # also so that nobody joins this attempt again
+        agreement.decide()  # also so that no rank joins this attempt again
         agreement.finish()
     agreement.wait()
     return Loaded(catalog.path, catalog.step, values, matching.missing, matching.unexpected)
 
 
 def _seen(catalog: Catalog) -> str:
-    """What this rank is about to read. The digest is equal for equal folders, wherever they are: it is of the names,
-    dtypes and shapes, and of the sizes and a few bytes of the files."""
+    """What this rank is about to read. The digest is equal for equal folders in any place: it covers names, dtypes and
+    shapes, and the sizes and a few bytes of the files."""
     known = {section: sorted(tensors.items()) for section, tensors in catalog.tensors.items()}
     digest = hashlib.sha256(json.dumps(sorted(known.items())).encode())
     paths = sorted(catalog.files)
     samples = run_all(partial(_sample, catalog.storage), paths[:: len(paths) // MOST_FILES + 1], THREADS, "fsdp2-look")
-    digest.update(b"".join(sorted(samples)))  # a cache of downloads has other names for the same files
+    digest.update(b"".join(sorted(samples)))  # sorted: a download cache has other names for the same files
     return json.dumps([catalog.path, catalog.kind, catalog.step, digest.hexdigest()])
 
 
@@ -204,7 +203,7 @@ def _not_one(records: list[str]) -> CheckpointError | None:
         f"ranks {some(own)} load {path} ({kind}, step {step}, content {digest[:8]})"
         for (path, kind, step, digest), own in ranks.items()
     ]
-    # A save may have replaced it after some ranks had opened it: then they open it again.
+    # A save may have replaced it after some ranks opened it: then they open it again.
     error = ReplacedError if len(paths) == 1 and kinds == {NATIVE} else MismatchError
     return error(
         f"the ranks load different checkpoints: {'; '.join(shown[:8])}{'; ...' if len(shown) > 8 else ''}. Give all "
@@ -213,14 +212,14 @@ def _not_one(records: list[str]) -> CheckpointError | None:
 
 
 def check_twins(catalog: Catalog, need: Need, box: Box, values: torch.Tensor, verify: bool = True) -> None:
-    """Check that a weight that is tied here but stored under several names has the same values under all, bit by bit.
+    """Check that a weight that is tied here but stored under several names has bitwise the same values under all.
 
     Args:
         box: a part of it.
-        values: that part, as it was read from the first.
+        values: the values of that part, read under the first name.
 
     Raises:
-        MismatchError: the values differ, and it is not known which to use.
+        MismatchError: the values differ, so it is unclear which to use.
     """
     for twin in need.twins:
         other = torch.empty(values.shape, dtype=values.dtype)

@@ -30,19 +30,19 @@ __all__ = ["Matching", "Need"]
 
 # The last part of the state-dict key of a module's `get_extra_state`.
 EXTRA_STATE = "_extra_state"
-OWN_HOOKS = "fsdp2."  # where those of sharded modules are, which have nothing to do here
+OWN_HOOKS = "fsdp2."  # modules with the hooks of sharded modules, which do not matter here
 
 Model = nn.Module | Mapping[str, Any]
 
 
 @dataclass(slots=True)
 class Need:
-    """A tensor to be filled on this rank; it matches what is stored.
+    """A tensor to be filled on this rank, which matches what is stored.
 
     Attributes:
         source: the values of the whole tensor.
         entry: this rank's part.
-        twins: other sources, which must have the same values: the weight is tied here and stored more than once.
+        twins: further sources with the same values, for a weight that is tied here but stored more than once.
     """
 
     section: str
@@ -51,7 +51,7 @@ class Need:
     twins: Sequence[Source] = ()
 
     def parts(self, catalog: Catalog, box: Box, into: torch.Tensor, source: Source | None = None) -> list[Part]:
-        """What to read for a part of the whole tensor."""
+        """The parts to read for a box of the whole tensor."""
         return [
             Part(self.section, name, part, target, self.entry.name)
             for name, target, part in (source or self.source).wanted(into, box, catalog.tensors[self.section])
@@ -64,7 +64,7 @@ class Matching:
     `needs`, and call `finish`.
 
     Args:
-        cast: a different dtype is not a mismatch.
+        cast: accept a different dtype.
         sources: see `load`.
 
     Attributes:
@@ -84,20 +84,20 @@ class Matching:
     mismatches: list[str] = field(default_factory=list)
     _finish: list[Callable[[], None]] = field(default_factory=list)
     _before: list[str] = field(default_factory=list)
-    _published: Mapping[str, Source] | None = None  # published by the model's library, for names of the model
+    _published: Mapping[str, Source] | None = None  # from the model's library, by names of the model
 
     def match(self, model: Model | None, optimizer: Optimizers | None, strict: bool) -> None:
-        """Note what a model and an optimizer need. Nothing changes.
+        """Determine what a model and an optimizer need. Changes nothing.
 
         Raises:
-            MismatchError: it does not match what is stored.
+            MismatchError: this does not match what is stored.
         """
         self._before = list(self.missing)
         self._ask_all(model, optimizer)
         self._check(strict)
 
     def allocate(self, model: Model | None, optimizer: Optimizers | None) -> None:
-        """After a successful match: give memory to the model's meta tensors, and fill these tensors from now on."""
+        """After a successful match: allocate the model's meta tensors, to be filled instead."""
         if not self.without_memory:
             return
         model = unwrapped(model)
@@ -132,12 +132,12 @@ class Matching:
             self._ask("optimizer", optimizer)
 
     def finish(self) -> None:
-        """After all needs were filled: load the values that are not tensors, and put allocated tensors in place."""
+        """After all needs are filled: load values that are not tensors, and put allocated tensors into the model."""
         for step in self._finish:
             step()
 
     def _ask(self, section: str, target: Model) -> None:
-        """Note what a model or a dict needs."""
+        """Determine what a model or a dict needs."""
         state = model_state(target, self.world)
         stored = self.catalog.tensors.get(section, {})
         if section == "model" and self._published is None and self.catalog.kind == HUGGING_FACE:
@@ -184,8 +184,8 @@ class Matching:
             self._finish.append(lambda: _filled(each for each in held if isinstance(each, DTensor)))
 
     def _computed(self, section: str, entry: Entry, source: Source) -> Entry:
-        """The tensor to fill for one that a module creates for its state dict. The tensor of an extra state may have
-        had another form when it was saved, so a new one is created."""
+        """The entry to fill for a tensor that a module creates for its state dict. A tensor of an extra state may have
+        had another shape or dtype when it was saved, so a new one is created."""
         if entry.name.rpartition(".")[2] != EXTRA_STATE or type(entry.outside) is not torch.Tensor:
             return entry
         info = source.info(self.catalog.tensors[section])
@@ -194,7 +194,7 @@ class Matching:
         return entry_of(entry.name, made, self.world, entry.tiling.grid.sorted_ranks)
 
     def _given(self, section: str, name: str) -> Source | None:
-        """The source that the user, or the model's library, gives for a name of the model."""
+        """The source for a name of the model from the user or from the model's library."""
         if section != "model":
             return None
         return source_of(name, self.sources) or (self._published or {}).get(name)
@@ -229,14 +229,14 @@ class Matching:
         }
 
     def _ask_optimizer(self, model: nn.Module | None, name: str, optimizer: torch.optim.Optimizer) -> set[str]:
-        """Note what an optimizer needs. Returns the FQNs of its parameters, as they are stored."""
+        """Determine what an optimizer needs. Returns the FQNs under which its parameters are stored."""
         section = "optimizer"
         stored = self.catalog.tensors.get(section, {})
         names, other_names = named_params(model, optimizer), self.catalog.aliases.get("model", {})
         taken = set(names.values())
         target = OptimizerTarget(
             optimizer,
-            # If a weight's names had another order when it was saved, its state is stored under another of its names.
+            # If the names of a tied weight had another order when it was saved, its state is stored under another one.
             {param: fqn if (one := other_names.get(fqn, fqn)) in taken else one for param, fqn in names.items()},
             self.world,
             ranks_of(model.parameters() if model else (), self.world),
@@ -266,7 +266,7 @@ class Matching:
             self.needs.append(Need(section, source, entry, twins))
 
     def _fits(self, section: str, source: Source, entry: Entry) -> bool:
-        """Whether a source has the shape and dtype of a tensor; a mismatch is noted."""
+        """Whether a source has the shape and dtype of a tensor; records a mismatch."""
         shape, dtype, local = entry.tiling.shape, name_of(entry.local.dtype), entry.local
         # Elements that share memory cannot be filled.
         steps = zip(local.stride(), local.shape, strict=True)
@@ -304,7 +304,7 @@ def _no_tensor(note: Mapping[str, Any]) -> None:
 
 
 def _why(catalog: Catalog, section: str, names: Iterable[str]) -> str:
-    """Why names are not there, if the folder has them and they cannot be read."""
+    """The reason, if the folder has these names but they cannot be read."""
     left = catalog.left_out.get(section, {})
     return "".join(f" ({left[name]})" for name in names if name in left)
 
@@ -329,22 +329,22 @@ def _warn_of_meta(model: nn.Module) -> None:
 
 
 def _filled(tensors: Iterable[torch.Tensor]) -> None:
-    """Must be called after tensors were filled without autograd's knowledge."""
+    """Tell autograd that tensors were filled behind its back."""
     torch.autograd.graph.increment_version([each for each in tensors if not each.is_meta])
 
 
 def _finish_model(model: nn.Module, filled: set[str], values: Mapping[str, Any]) -> None:
-    """After a model's tensors were filled: let its own code have the rest, and see everything if there are hooks.
+    """After a model's tensors were filled: load the rest through its own code, and everything if it has hooks.
 
     Args:
         filled: keys of the state dict that the checkpoint has.
-        values: what is not memory of the model (extra state), by key.
+        values: values that are not memory of the model (extra state), by key.
     """
     _filled(model.parameters())
     code = [each for module in model.modules() for each in loading_code(module)]
     state: dict[str, Any] = {}
     if not all(str(getattr(each, "__module__", "")).startswith(OWN_HOOKS) for each in code):
-        state = model.state_dict()  # with its metadata; what was filled is copied onto itself
+        state = model.state_dict()  # with its metadata; filled tensors are copied onto themselves
         for key in [key for key in state if key not in filled]:
             del state[key]
     state.update(values)

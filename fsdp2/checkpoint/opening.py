@@ -19,14 +19,14 @@ def open_catalog(storage: Storage, path: str, files_are_there: bool = True) -> C
     """The catalog of a folder, which may be replaced at the same time.
 
     Args:
-        files_are_there: False reads only the manifest of one of ours; files that it lists may be missing.
+        files_are_there: if False, only the manifest of a native checkpoint is read, and its files may be missing.
 
     Raises:
-        CheckpointError: it has no format that is supported.
+        CheckpointError: it has no supported format.
         CorruptError: it is damaged.
     """
-    # A folder with a manifest, even a damaged one, is ours. A consolidated checkpoint also has the files of Hugging
-    # Face, but it must not be read as such, without checksums, if its manifest is damaged.
+    # A folder with a manifest, even a damaged one, is native. A consolidated checkpoint also has the files of Hugging
+    # Face, but must not be read as such, without checksums, if its manifest is damaged.
     if MANIFEST not in storage.names(path):
         for is_there, opened in ((is_dcp, open_dcp), (is_huggingface, open_huggingface)):
             # A save may be between the two renames of a replacement: then look at the new folder.
@@ -37,8 +37,8 @@ def open_catalog(storage: Storage, path: str, files_are_there: bool = True) -> C
 
 @contextmanager
 def not_replaced(storage: Storage, path: str, catalog: Catalog) -> Iterator[None]:
-    """Within this context a native checkpoint is read. Each file says by its header to which save it belongs (see
-    `native.py`), except for consolidated ones, so what replaces the folder meanwhile is noticed.
+    """Read a native checkpoint within this context. The header of each file, except for consolidated ones, identifies
+    its save (see `native.py`), so a replacement of the folder in the meantime is noticed.
 
     Raises:
         ReplacedError: another save replaced it, or it was deleted.
@@ -53,7 +53,7 @@ def not_replaced(storage: Storage, path: str, catalog: Catalog) -> Iterator[None
     if not isinstance(catalog, NativeCatalog) or (cause is None and catalog.manifest.layout == "ranks"):
         return
     now = id_at(storage, path)
-    # A file that could not be opened and is there: the folder was set aside and put back meanwhile (found by
+    # If a file could not be opened but exists now, the folder was set aside and put back in the meantime (found by
     # `test_two_jobs_that_overwrite_one_name`).
     was_aside = type(cause) is CheckpointError and now is not None and is_whole(storage, find(storage, path))
     is_gone = now is None and storage.kind(catalog.path) is None

@@ -2,15 +2,15 @@
 
 On each rank:                                        through the store, without waiting:
 
-    look at the model, optimizer and extra state
+    inspect the model, optimizer and extra state
     plan its files
     [the last save failed: wait for all ranks]       the id of this save, which all its files contain
     [async_op: copy its values to host memory]
     write and sync its files in a temporary folder
-    write a record of what it did there, and report  the last rank to report reads the records of all ranks
+    write a record of what it wrote, and report      the last rank to report reads the records of all ranks
     on the last rank: write the manifest, rename     "done", for the ranks that wait
 
-A folder is a checkpoint if it has a manifest, and it gets one when everything in it is durable.
+A folder is a checkpoint if it has a manifest, which is written after everything else in it is durable.
 """
 
 import operator
@@ -62,7 +62,7 @@ from fsdp2.watch.current import current
 
 __all__ = ["Job", "SaveOptions", "save"]
 
-SAMPLE = 512  # elements at each end of a tensor that are compared between copies
+SAMPLE = 512  # elements at each end of a tensor to compare between copies
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def save(
 ) -> SaveHandle:
     """Save a checkpoint. Every rank of the group must call this, and writes its own part; no collective is issued.
 
-    Returns when the checkpoint is complete and durable, or, with ``async_op=True``, when this rank's values have been
-    copied to host memory, so that training may change them. Only one save runs at a time: the next one waits for it.
+    Returns when the checkpoint is complete and durable. With ``async_op=True`` it returns when this rank's values have
+    been copied to host memory, so that training may change them. Only one save runs at a time; the next one waits.
 
     Args:
         folder: the folder of the checkpoint, which must not exist yet (or must be empty); with `step`, the folder of
@@ -105,23 +105,23 @@ def save(
             values. Tied weights are stored once.
         optimizer: needs the module for its parameters' names. A list or a dict for several (``[muon, adamw]``); or a
             plain dict like `model`.
-        extra: other state that is needed to resume, by name: JSON-like values, tensors, or objects with
-            ``state_dict()`` (a data loader, a scheduler, `RandomState`). Each rank's own state is kept; state that is
-            equal on all ranks is stored once.
-        step: the number of steps done, for the folder's name and for `Loaded.step`.
+        extra: other state needed to resume, by name: JSON-like values, tensors, or objects with ``state_dict()`` (a
+            data loader, a scheduler, `RandomState`). Each rank's own state is stored; state that is equal on all ranks
+            is stored once.
+        step: the number of completed steps, for the folder's name and for `Loaded.step`.
         async_op: write in the background.
         process_group: the ranks that save together; None for all.
         consolidated: whole tensors in ``model-0000i-of-0000n.safetensors`` with Hugging Face's index; needs a file
             system on which ranks may write to one file.
-        max_file_bytes: how large each of these may be.
-        overwrite: replace a checkpoint of that name once the new one is complete. Its folder may hold nothing else.
-        timeout_s: how long to wait for the other ranks while none of them gets on with writing.
+        max_file_bytes: the largest size of these files.
+        overwrite: replace a checkpoint of that name once the new one is complete. Its folder must hold nothing else.
+        timeout_s: how long to wait for the other ranks while none of them makes progress.
 
     Returns:
         A handle with ``wait()``, which returns when the save is complete, and ``folder``.
 
     Raises:
-        ArgumentError: a value cannot be saved; the message names it. Nothing has been written then.
+        ArgumentError: a value cannot be saved; the message names it, and nothing has been written.
         CheckpointError: the folder is in use, or another rank failed (its error is in the message) or did not finish in
             time. Earlier checkpoints are unchanged.
         OSError: this rank cannot write; the other ranks raise a CheckpointError with the same text.
@@ -141,7 +141,7 @@ def save(
         path = storage.join(path, step_name(step))
     agreement = Agreement(f"save {storage.split(path)[1]}", world, process_group, options.timeout_s)
     try:
-        in_flight.settle()  # report an error of the last save that only this rank knows to the others
+        in_flight.settle()  # report to the others an error of the last save that only this rank knows
         free_name(storage, path, options.overwrite)
         model = unwrapped(model)
         job = Job(storage, path, step, world, agreement, options)
@@ -154,7 +154,7 @@ def save(
 
 
 def _as_int(step: SupportsIndex) -> int:
-    """A step as a Python int, the only kind that a manifest holds; NumPy integers are accepted."""
+    """A step as a Python int, as the manifest needs it; NumPy integers are accepted."""
     if isinstance(step, bool) or not isinstance(step, SupportsIndex):
         raise ArgumentError(f"step: expected the number of steps done, got {step!r}")
     return operator.index(step)
@@ -168,10 +168,10 @@ def _tiling_for_writing(entry: Entry) -> Tiling:
 
 
 def _wait_for(devices: set[torch.device]) -> None:
-    """Wait until the values have come to what the process knows, and are what it believes.
+    """Wait until all work queued on these devices is done, so that the values are final.
 
     Raises:
-        CheckpointError: communication has failed.
+        CheckpointError: communication has failed, so the values may be wrong.
     """
     wait_for(devices)
     if current.failure is not None and any(device.type != "cpu" for device in devices):
@@ -233,7 +233,7 @@ class Job:
             pieces = {section: [*owned_pieces(own, rows[section], world.rank)] for section, own in entries.items()}
         _wait_for({entry.local.device for entry in every})
         about = {"table": table, "sums": _sums_of_equal(entries, world)}
-        self.agreement.meet()  # after the devices have reached this step, and before anything is copied
+        self.agreement.meet()  # after the devices have finished this step, before anything is copied
         nonce = self.agreement.claim("nonce", uuid.uuid4().hex[:12])
         shares = extra_shares(extra)
         if staged:
@@ -279,9 +279,9 @@ class Job:
                 commit(storage, work, self.path, nonce, homes, agreement, records, self.world.size)
             agreement.wait()
         except BaseException as error:
-            # The store may be gone, with a rank that had finished. The folder itself shows the outcome.
+            # The store may be gone together with a rank that had finished. The folder itself shows the outcome.
             counts = id_of(storage, self.path) == nonce
-            is_told = agreement.has_failed  # also what failed after the commit, so that all ranks raise
+            is_told = agreement.has_failed  # also after the commit, so that all ranks raise
             if agreement.abandon(error) and not counts:
                 self._discard(work, [file.name for file in planned], records.written)
             if not counts or is_told or not isinstance(error, CheckpointError):
@@ -289,12 +289,12 @@ class Job:
 
     def _write(self, work: str, planned: list[PlannedFile]) -> list[Written]:
         write = partial(write_file, self.storage, work, moves=self.agreement.moves)
-        # A file on a disk is written by several threads; behind a URL each writes a file.
+        # On a disk several threads write one file; behind a URL each thread writes a file.
         return [*map(write, planned)] if self.storage.renames else run_all(write, planned, THREADS, "fsdp2-upload")
 
     def _discard(self, work: str, files: list[str], records: list[str]) -> None:
-        """Delete the files of a failed save: the disk may be full. Without renames they stay for the next try, unless
-        another save has come first; an existing manifest is that one's."""
+        """Delete the files of a failed save, because the disk may be full. Without renames they stay for the next
+        attempt, unless a manifest exists: then another save came first."""
         if may_count(self.storage, self.agreement):
             return
         names = [*files, *records, MANIFEST] if self.storage.renames else records
@@ -323,7 +323,7 @@ class Job:
     def _record(
         self, about: dict[str, Any], written: list[Written], shares: list[ExtraShare], homes: Homes, records: Records
     ) -> dict[str, Any]:
-        """What this rank tells the one that commits; see `committing.py`."""
+        """This rank's record for the one that commits; see `committing.py`."""
         return {
             "options": {"step": self.step, "world": self.world.size, **asdict(self.options)},
             "homes": digest_of(homes),
@@ -338,8 +338,8 @@ class Job:
 
 
 def _sums_of_equal(entries: Mapping[str, Mapping[str, Entry]], world: World) -> dict[str, int]:
-    """Checksums of some values of each tensor of which one rank's values are stored for others: plain tensors, and
-    parts of tensors that are assumed to be copied on other meshes."""
+    """Checksums of some values of each tensor that one rank stores for others: plain tensors, and parts of tensors that
+    are assumed to have copies on other meshes."""
     found, in_file = {}, registered.optimizers.is_in_file
     for section, own in entries.items():
         for name, entry in own.items():
@@ -353,7 +353,7 @@ def _sums_of_equal(entries: Mapping[str, Mapping[str, Entry]], world: World) -> 
 
 
 def _sums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A checksum of the first and last values of each tensor; all of a device are copied at once."""
+    """A checksum of the first and last values of each tensor; one copy per device."""
     sums = [0] * len(tensors)
     for device in {tensor.device for tensor in tensors}:
         chosen = [index for index, tensor in enumerate(tensors) if tensor.device == device and tensor.numel()]

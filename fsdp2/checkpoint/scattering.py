@@ -1,6 +1,6 @@
 """Load from files that only one rank can see: it reads them and broadcasts them in parts. Layer: checkpoint.
 
-This is the only way to load that communicates. If all ranks see the files, `load` is faster, because ranks do not wait
+This is the only kind of load that communicates. If all ranks see the files, `load` is faster, because ranks do not wait
 for each other.
 """
 
@@ -28,7 +28,7 @@ from fsdp2.placement.box import whole
 
 __all__ = ["load_from_rank"]
 
-CHUNK_BYTES = 16 << 20  # per message: what the reader holds besides its own shards
+CHUNK_BYTES = 16 << 20  # per message; the reader holds one in addition to its own shards
 
 
 def load_from_rank(
@@ -57,9 +57,9 @@ def load_from_rank(
     Raises:
         MismatchError: as for `load`; on all ranks. (If a weight that is tied here is stored twice with different
             values, the other ranks raise a `CheckpointError`.)
-        CheckpointError: on the other ranks, if the reader failed (also since its files were replaced), with its error
-            in the message (the reader raises the error itself); the model may be partly filled. Or the ranks request
-            different tensors.
+        CheckpointError: on the other ranks, if the reader failed, for example because its files were replaced. The
+            message contains the reader's error, and the model may be partly filled. Or the ranks request different
+            tensors.
         ArgumentError: the group has no such rank.
 
     Example::
@@ -121,8 +121,8 @@ def _fill(
     ranks: "_Ranks",
     errors: list[Exception],
 ) -> None:
-    """Read and broadcast a tensor in parts that fit into `room`, and keep this rank's. After an error it goes on, so
-    that no rank waits for it."""
+    """Read and broadcast a tensor in parts that fit into `room`, and keep this rank's part. Continues after an error,
+    so that no rank waits forever."""
     local, shape = need.entry.local, need.entry.tiling.shape
     most = room.numel() // local.element_size()
     for part in whole(shape).split_until(lambda part: part.numel <= most) if prod(shape) else ():
@@ -152,8 +152,8 @@ class _Ranks(NamedTuple):
     reader: int
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
-        """What `work` returns on each rank. An error is raised on all: with its type on the rank that has it, as a
-        `CheckpointError` on the others."""
+        """The results of `work` on all ranks. An error is raised on all of them: as it is on the rank where it
+        occurred, as a `CheckpointError` on the others."""
         own, error = None, None
         try:
             own = work()

@@ -5,8 +5,8 @@ Layer: checkpoint.
 (`dcp_metadata.py`). Such a range is a complete `torch.save` file, and the bytes are read in place (`torch_files.py`).
 No pickle is executed. Only the model's tensors are read; the rest is left out and listed as such.
 
-A save with ``use_collectives=False`` writes one ``__<rank>.metadata`` per rank instead, which do not say to which save
-they belong. It is refused.
+A save with ``use_collectives=False`` writes one ``__<rank>.metadata`` per rank instead, and these do not identify their
+save. Such a folder is rejected.
 """
 
 import re
@@ -25,10 +25,10 @@ from fsdp2.placement.box import Box
 
 __all__ = ["DCP", "DcpCatalog", "is_dcp", "open_dcp"]
 
-DCP = "DCP (torch.distributed.checkpoint)"  # the kind of these catalogs
+DCP = "DCP (torch.distributed.checkpoint)"  # `Catalog.kind`
 METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__\d+\.metadata")
-# The names that users give to the model's part of a state dict.
+# Usual names of the model's part of a state dict.
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
 
 
@@ -41,8 +41,8 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
     """Read the metadata.
 
     Raises:
-        CorruptError: it is damaged, lists something unexpected, or a file outside of the folder.
-        MismatchError: there are several models.
+        CorruptError: it is damaged, or lists something unexpected or a file outside of the folder.
+        MismatchError: it has several models.
         UnsupportedError: the files were written through an extension (compression, encryption), or without collectives.
     """
     file = storage.join(path, METADATA)
@@ -54,7 +54,7 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
     with closing(storage.open_file(file)) as reader:
         items = read_metadata(reader, file)
     held = sum(storage.sizes(path).values())
-    for name, item in items.items():  # memory is allocated for extra state
+    for name, item in items.items():  # checked because memory will be allocated for extra state
         if item.info is not None and prod(item.info.shape) * ITEMSIZES.get(item.info.dtype, 0) > held:
             raise CorruptError(
                 f"{file}: '{name}' is {item.info.dtype} {list(item.info.shape)}, and all files have {held} bytes"
@@ -71,7 +71,7 @@ class DcpCatalog(Catalog):
         model, others = self.left_out.setdefault("model", {}), self.left_out.setdefault("", {})
         tensors = [item.path for item in items.values() if item.info]
         prefix = _model_prefix(tensors, path)
-        is_flat = prefix == () and any(len(each) == 1 for each in tensors)  # the rest is under keys
+        is_flat = prefix == () and any(len(each) == 1 for each in tensors)  # everything else is nested
         for item in items.values():
             name = ".".join(map(str, item.path[len(prefix) :]))
             is_within = item.path[: len(prefix)] == prefix
@@ -108,15 +108,15 @@ class DcpCatalog(Catalog):
 
 
 def _model_prefix(paths: Sequence[Path], folder: str) -> Path:
-    """The path of the model's tensors: a key such as "model" at the top or below one other; () if there is none.
+    """The path of the model's tensors: a key such as "model" at the top level or one level below; () if not found.
 
     Raises:
-        MismatchError: there are several such keys, and no reason to prefer one.
+        MismatchError: several such keys exist, and nothing says which one is meant.
     """
     top = {path for path in paths if len(path) == 1}
     marked = {path[: depth + 1] for path in paths for depth, part in enumerate(path[:-1][:2]) if part in MODEL_KEYS}
     outermost = sorted((each for each in marked if len(each) == min(map(len, marked))), key=str)
-    # {**model.state_dict(), "ema": {"model": ...}}: the same names exist further out.
+    # As in {**model.state_dict(), "ema": {"model": ...}}: the same names exist at the top level.
     if any(path[len(each) :] in top for each in outermost for path in paths if path[: len(each)] == each):
         return ()
     if len(outermost) > 1:

@@ -19,7 +19,7 @@ from fsdp2.placement.box import Box
 
 __all__ = ["Item", "Path", "Range", "read_metadata"]
 
-# A name split into parts, as the state dict was nested: ``("optimizer", "state", "0.weight", "exp_avg")``.
+# The keys of a nested state dict: ``("optimizer", "state", "0.weight", "exp_avg")``.
 Path = tuple[str | int, ...]
 
 MAX_TEXT = 1 << 16
@@ -33,7 +33,7 @@ _KINDS = (
 _ALLOWED = frozenset(
     {
         *PICKLED_DCP_METADATA,
-        "builtins.getattr",  # Python 3.11.2, of Debian 12, names an enum's member so
+        "builtins.getattr",  # how Python 3.11.2 (Debian 12) pickles an enum's member
         "torch.Size",
         *(f"{module}.{kind}" for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "PurePosixPath")),
         *(_PACKAGE + kind for kind in _KINDS.split()),
@@ -51,10 +51,10 @@ class Range(NamedTuple):
 
 
 class Item(NamedTuple):
-    """What a name in the metadata stands for.
+    """The description of one name in the metadata.
 
     Attributes:
-        info: of a tensor; None for other values. Its dtype is torch's name if safetensors does not have it.
+        info: a tensor's dtype and shape; None for other values. A dtype that safetensors lacks has torch's name.
         chunks: start in the tensor -> (shape, where).
     """
 
@@ -67,11 +67,11 @@ def read_metadata(reader: Reader, file: str) -> dict[str, Item]:
     """Everything that the metadata lists, by name.
 
     Args:
-        reader: of the file. Reading stops where the pickle becomes invalid.
-        file: for messages.
+        reader: the open file. Reading stops where the pickle becomes invalid.
+        file: its name, for messages.
 
     Raises:
-        CorruptError: it is damaged, lists something unexpected, or a file outside of the folder.
+        CorruptError: it is damaged, or lists something unexpected or a file outside of the folder.
         UnsupportedError: the files were written through an extension (compression, encryption).
     """
     metadata = unpickle(Window(reader, 0, reader.size, MAX_TEXT), file, _ALLOWED)
@@ -90,7 +90,7 @@ def read_metadata(reader: Reader, file: str) -> dict[str, Item]:
 
 def _item(fqn: str, about: Note, path: Any, ranges: dict[Any, Any], file: str) -> Item:
     if type(path) is not tuple or not path or not all(type(part) in (str, int) for part in path):
-        head, dot, rest = fqn.partition(".")  # saved without flattening: split off a usual key, if there is one
+        head, dot, rest = fqn.partition(".")  # saved without flattening: split off a usual key, if any
         path = (head, rest) if dot and head in ("model", "optimizer", "optim") else (fqn,)
     if about.kind == f"{_PACKAGE}BytesStorageMetadata":
         return Item(path, None, {})

@@ -1,11 +1,11 @@
 """The catalog of a Hugging Face folder: whole tensors in safetensors files, with an index if there are several.
 Layer: checkpoint.
 
-Of the names that transformers, diffusers and peft use, the first that exists is used; other files are ignored. The
+Of the file names that transformers, diffusers and peft use, the first that exists is read; other files are ignored. The
 files have no checksums, so damaged values are not detected.
 
-A snapshot in the cache of the hub consists of links to ``../../blobs``. Only these links are followed: the target must
-be a regular file in the folder ``blobs`` beside ``snapshots``.
+A snapshot in the cache of the hub consists of links to ``../../blobs``. Only such links are followed: the target must
+be a regular file in the folder ``blobs`` next to ``snapshots``.
 """
 
 import os
@@ -23,8 +23,8 @@ from fsdp2.placement.box import whole
 
 __all__ = ["HUGGING_FACE", "is_huggingface", "open_huggingface"]
 
-HUGGING_FACE = "Hugging Face"  # the kind of these catalogs
-# In the order in which transformers looks for them; each may be replaced by its index.
+HUGGING_FACE = "Hugging Face"  # `Catalog.kind`
+# In the order in which transformers looks for them. Each may be replaced by an index.
 NAMES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "adapter_model.safetensors", "pytorch_model.bin")
 MAX_INDEX_BYTES = 1 << 27
 
@@ -62,11 +62,11 @@ def _blob(file: str) -> str | None:
 
 
 def open_huggingface(storage: Storage, path: str) -> Catalog:
-    """Read the index and the headers of the files that it lists; others in the folder are ignored.
+    """Read the index and the headers of the files that it lists. Other files in the folder are ignored.
 
     Raises:
         CorruptError: a file is missing or damaged, is outside of the folder, or lacks tensors that the index lists.
-        UnsupportedError: there are only files of `torch.save`.
+        UnsupportedError: the folder only has files of `torch.save`.
     """
     catalog = Catalog(storage, path, HUGGING_FACE)
     catalog.tensors["model"] = {}

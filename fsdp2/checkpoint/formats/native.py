@@ -1,7 +1,8 @@
 """The catalog of a folder that `save` wrote. Layer: checkpoint.
 
-Everything is verified: the manifest has a checksum; it contains the size and the checksum of every header; the header
-contains the checksums of all blocks. Every file repeats the id of the save, its rank and the places of its tensors.
+Everything is verified: the manifest has a checksum, and contains the size of every file and the checksum of its header;
+the header contains the checksums of all blocks. Every file repeats the id of the save, its rank and the places of its
+tensors.
 """
 
 import re
@@ -25,7 +26,7 @@ from fsdp2.checkpoint.storage.base import Reader, Storage
 from fsdp2.errors import CorruptError, FSDPError
 from fsdp2.placement.box import Box, whole
 
-NATIVE = "fsdp2"  # the kind of these catalogs
+NATIVE = "fsdp2"  # `Catalog.kind`
 PART = re.compile(r"-[0-9a-f]{12}\.safetensors$")  # the end of a `named_by_content`
 
 __all__ = ["NATIVE", "NativeCatalog", "check_sizes", "id_of", "read_header", "read_manifest", "read_small"]
@@ -36,7 +37,7 @@ def read_small(storage: Storage, path: str, limit: float = inf) -> bytes:
 
     Raises:
         CheckpointError: it cannot be opened.
-        CorruptError: it is larger than `limit` bytes; nothing of it was read then.
+        CorruptError: it is larger than `limit` bytes. In this case nothing is read.
     """
     with closing(storage.open_file(path)) as reader:
         if reader.size > limit:
@@ -78,11 +79,11 @@ def read_header(reader: Reader, path: str, expected: tuple[int, str] | None = No
     """The header of a safetensors file.
 
     Args:
-        path: of the file that `reader` has open.
-        expected: (bytes of the file, CRC-32 of the header) that the manifest lists.
+        path: the path of the file that `reader` has open.
+        expected: (bytes of the file, CRC-32 of the header), as listed in the manifest.
 
     Raises:
-        CorruptError: it is damaged, or not the file that was expected.
+        CorruptError: it is damaged, or not the expected file.
     """
     if expected is not None and reader.size != expected[0]:
         raise CorruptError(
@@ -240,7 +241,7 @@ class NativeCatalog(Catalog):
 
 
 def _box_of(stored: StoredTensor | None, shard: object, record: Record) -> Box | None:
-    """Which part of a tensor is stored under its name in a rank's file; None if the file is wrong about it."""
+    """The part of a tensor that is stored under its name in a rank's file; None if the file contradicts the record."""
     if stored is None or stored.dtype != record.dtype or not isinstance(shard, list) or len(shard) != 2:
         return None
     shape, start = shard

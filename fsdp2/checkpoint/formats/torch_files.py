@@ -1,7 +1,7 @@
-"""Locate the tensor in a `torch.save` file, so that it can be read like those of any other file. Layer: checkpoint.
+"""Locate the tensor in a `torch.save` file, so that it can be read like one in any other file. Layer: checkpoint.
 
 Such a file is an uncompressed zip archive. ``data.pkl`` is a pickle of the tensor's shape and strides, which refers to
-its memory in ``data/<key>``. DCP's files are such archives one after the other. The pickle is parsed, never executed
+its memory in ``data/<key>``. DCP's files consist of several such archives. The pickle is parsed, never executed
 (`unpickling.py`). (https://docs.pytorch.org/docs/stable/notes/serialization.html)
 """
 
@@ -21,11 +21,11 @@ from fsdp2.layout import strides
 
 __all__ = ["TORCH_DTYPES", "Window", "read_tensor"]
 
-EDGE = 4096  # bytes of a request: nearly everything in an archive but the tensor is at its ends
+EDGE = 4096  # bytes of a request: apart from the tensor, nearly everything in an archive is at its ends
 MAX_READ = 1 << 25  # bytes of anything but the tensor. The directory's entries take about ten times the memory.
 
 TORCH_DTYPES = {str(dtype): name for name, dtype in DTYPES.items()}
-UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")  # of newer dtypes, which are stored next to it
+UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")  # for newer dtypes, which are stored separately
 # The classes that give the dtype of a tensor's memory.
 _STORAGES = {
     "torch.DoubleStorage": "F64",
@@ -44,13 +44,13 @@ _ALLOWED = frozenset({*PICKLED_TENSORS, *UNTYPED, *_STORAGES, *TORCH_DTYPES, "co
 
 
 def read_tensor(reader: Reader, path: str, start: int, length: int) -> StoredTensor:
-    """The tensor in a range of a file, which is an archive.
+    """The tensor in a range of a file that is an archive.
 
     Args:
-        path: of the file that `reader` has open.
+        path: the path of the file that `reader` has open.
 
     Raises:
-        CorruptError: it is damaged, or something else than a tensor.
+        CorruptError: it is damaged, or is not a tensor.
         UnsupportedError: the tensor is not contiguous.
     """
     where = f"{path}, bytes {start}..{start + length}"
@@ -67,11 +67,11 @@ def read_tensor(reader: Reader, path: str, start: int, length: int) -> StoredTen
 
 
 class Window(io.BufferedReader):
-    """A part of a file as the file object that `zipfile` and `pickle` need. It is read as far as it is asked for: a
+    """A part of a file as the file object that `zipfile` and `pickle` need. It reads only what is requested, because a
     file may consist mostly of holes.
 
     Attributes:
-        limit: the most bytes that one read may take.
+        limit: the maximum number of bytes of one read.
     """
 
     def __init__(self, reader: Reader, start: int, length: int, limit: int):
@@ -125,7 +125,7 @@ class _Archive:
             raise ValueError("it is something else than a tensor")
         (kind, offset, size), first, shape, steps, _, _, *rest = made.args
         name = TORCH_DTYPES[rest.pop(0).kind] if kind in UNTYPED and rest else _STORAGES[kind]
-        if any(rest):  # whether the values must be conjugated or negated
+        if any(rest):  # flags: the values must be conjugated or negated
             raise UnsupportedError(f"{self._where}: a tensor that is conjugated or negated; save its values")
         numbers = (first, *shape, *steps)
         if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers) or len(steps) != len(shape):

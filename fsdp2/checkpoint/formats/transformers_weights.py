@@ -1,9 +1,9 @@
-"""Where a transformers model's weights are in its own kind of folder: renamed, fused, or one per expert. This follows
-the mapping that transformers (5 and later) publishes and applies in `from_pretrained` and `save_pretrained`. Layer:
-checkpoint.
+"""Finds a transformers model's weights in a transformers folder, where they may be renamed, fused, or one per expert.
+Layer: checkpoint.
 
-The mapping is meant for loaded tensors. Here it is turned into sources, so that a rank reads only what its shards need.
-transformers is imported only if the model is one of its own.
+This follows the mapping that transformers (5 and later) publishes and applies in `from_pretrained` and
+`save_pretrained`. There it applies to loaded tensors. Here it is turned into sources, so that a rank reads only what
+its shards need. transformers is used only if it was imported already.
 """
 
 import sys
@@ -21,7 +21,7 @@ from fsdp2.errors import UnsupportedError
 
 __all__ = ["published_sources", "skeleton"]
 
-# By the pattern that matched, or the target pattern that it became, as in transformers' operations.
+# By the source pattern that matched, or by target pattern, as in transformers' operations.
 Values = dict[str, list[Source]]
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -29,18 +29,18 @@ Shapes = Mapping[str, tuple[int, ...]]
 def published_sources(
     model: object, shapes: Shapes, tensors: Mapping[str, StoredTensorInfo], said: Collection[str] = ()
 ) -> dict[str, Source]:
-    """The sources of tensors whose names or layouts in the folder differ. Empty if the model is not one of
-    transformers, or all its names are stored unchanged.
+    """The sources of tensors whose names or layouts in the folder differ. Empty if the model is not from transformers,
+    or if all its names are stored unchanged.
 
     Args:
-        shapes: of the model's tensors, by name.
-        tensors: what is stored.
+        shapes: shapes of the model's tensors, by name.
+        tensors: the stored tensors.
         said: names of the model for which the user gives sources.
 
     Raises:
-        UnsupportedError: one of the other tensors requires an operation that is not known here.
+        UnsupportedError: a tensor for which the user gives no source requires an unknown operation.
     """
-    modeling = sys.modules.get("transformers.modeling_utils")  # not imported: then there are no transformers models
+    modeling = sys.modules.get("transformers.modeling_utils")  # if it is not imported, the model is not one of its
     if modeling is None or not isinstance(model, modeling.PreTrainedModel) or shapes.keys() <= tensors.keys():
         return {}
     try:
@@ -57,7 +57,7 @@ def published_sources(
     parts: dict[str, tuple[Any, Values]] = {}
     for name in sorted(tensors, key=loading.dot_natural_key):  # experts in numerical order
         renamed, pattern = loading.rename_source_key(name, renamings, converters, prefix, shapes)
-        if renamed not in shapes and name in shapes:  # as in transformers: the renaming does not apply
+        if renamed not in shapes and name in shapes:  # as in transformers: then the renaming does not apply
             renamed, pattern = loading.rename_source_key(name, [], [], prefix, shapes)
         if renamed in shapes and pattern is None:
             found.setdefault(renamed, stored(name))
@@ -73,8 +73,8 @@ def published_sources(
 
 
 def skeleton(model: nn.Module, kind: type[nn.Module]) -> Any:
-    """The module tree, with empty modules. Those of transformers get the classes that they had before sharding, because
-    the mapping depends on class names."""
+    """The module tree, with empty modules. Modules of transformers get their classes from before sharding, because the
+    mapping depends on class names."""
     made: dict[str, Any] = {}
     for path, module in model.named_modules():
         made[path] = nn.Module()
@@ -95,7 +95,7 @@ class _Conversion:
     """One `WeightConverter` of transformers, for one place in the model.
 
     Attributes:
-        name: of the first tensor that it produces.
+        name: the name of the first tensor that it produces.
     """
 
     operations: Sequence[Any]
@@ -107,8 +107,8 @@ class _Conversion:
     tensors: Mapping[str, StoredTensorInfo]
 
     def of(self, values: Values) -> dict[str, Source]:
-        """The sources of the tensors that it produces. Empty if a part is missing: the tensor is then reported as
-        missing, like any other."""
+        """The sources of the tensors that it produces. Empty if a part is missing, so that the tensor is reported as
+        missing."""
         for operation in self.operations:
             known = KNOWN.get(type(operation).__name__)
             if known is None or not (len(values) == 1 or known in OF_SEVERAL):
@@ -126,7 +126,7 @@ class _Conversion:
         return {before + each + after: parts[0] for each, parts in values.items()}
 
     def _one(self, values: Values) -> Source:
-        """The source of the only pattern; if it is stored twice, the first one."""
+        """The source of the only pattern; the first one if several stored tensors match."""
         (parts,) = values.values()
         return parts[0]
 

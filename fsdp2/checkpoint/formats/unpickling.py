@@ -1,14 +1,14 @@
 """Read a pickle without executing it. Pure: bytes in, plain data out.
 
-A pickle is a program. Run as it is, it gives the author of a checkpoint control over the reader's machine. Here the
-standard library's reader runs it without calling anything: it builds plain data (numbers, strings, lists, dicts), and
-where a pickle asks for a class, a function or an object, the result contains a `Note` of it. Memory is bounded by the
-size of the file. Versions 2 to 5 of pickle, as torch writes them.
+A pickle is a program. Executed normally, it gives the author of a checkpoint control over the reader's machine. Here
+the standard library's reader runs it without calling anything: it builds plain data (numbers, strings, lists, dicts),
+with a `Note` in place of each class, function or object that the pickle refers to. Memory is bounded by the size of the
+file. Supports versions 2 to 5 of pickle, as torch writes them.
 """
 
 import pickle
 from collections.abc import Callable, Container
-from pickle import _Unpickler  # in Python: the one in C makes room for any number that a file gives to a memo's entry
+from pickle import _Unpickler  # not the one in C, whose memo allocates room for any index that a file names
 from typing import Any, ClassVar
 
 from fsdp2.errors import CorruptError, FSDPError
@@ -20,9 +20,9 @@ class Note:
     """A class, function or value of a module that a pickle names, or an object that executing it would have created.
 
     Attributes:
-        kind: module and name; of an object, those of its class, or of the function that would have created it.
-        args: the arguments of that call; None for what is only named.
-        state: what the object would have been filled with.
+        kind: module and name; for an object, those of its class, or of the function that would have created it.
+        args: the arguments of that call; None if nothing would be called.
+        state: the state that the object would have been given.
     """
 
     __slots__ = ("args", "kind", "state")
@@ -42,7 +42,7 @@ def unpickle(file: Any, where: str, allowed: Container[str], persistent: Callabl
         file: with methods ``read(count)`` and ``readline()``.
         where: the file, for messages.
         allowed: the classes and functions that it may name.
-        persistent: is called with a reference to something stored elsewhere, and returns what replaces it.
+        persistent: called with a reference to something stored elsewhere; returns what to use instead.
 
     Raises:
         CorruptError: it is damaged, or names something that is not allowed.
@@ -66,22 +66,22 @@ def unpickle(file: Any, where: str, allowed: Container[str], persistent: Callabl
         raise CorruptError(f"{where}: is not a pickle, or is damaged ({type(error).__name__}: {error})") from error
 
 
-# The operations of versions 2 to 5 that cost no more than they have bytes.
+# The operations of versions 2 to 5 whose cost is bounded by their size in the file.
 _READ = (
     "PROTO MARK STOP POP POP_MARK NONE NEWTRUE NEWFALSE BININT1 BININT2 BININT LONG1 BINFLOAT BINUNICODE "
     "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
     "APPEND APPENDS EMPTY_DICT BINGET LONG_BINGET BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL BINPERSID"
 )
-_KEYS = (type(None), bool, int, float, str, bytes, Note)  # the hash of nested tuples may never end
+_KEYS = (type(None), bool, int, float, str, bytes, Note)  # no tuples: hashing nested ones may take forever
 
 
 class _Reader(_Unpickler):
-    """The standard library's reader of only these operations; the others are replaced by ones that call nothing."""
+    """The standard library's reader with only these operations, and with replacements that call nothing for others."""
 
     stack: list[Any]
 
     def load_frame(self) -> None:
-        """Frames only help readers of streams."""
+        """Skip the size of a frame, which only matters to readers of streams."""
         self.read(8)  # type: ignore[attr-defined]
 
     def load_call(self) -> None:

@@ -1,4 +1,4 @@
-"""What a folder holds, in any format: tensors by name, and for any part of a tensor the bytes that hold it.
+"""The content of a folder in any format: tensors by name, and for any part of a tensor the bytes that hold it.
 Layer: checkpoint.
 
 The reader of each format returns a `Catalog`: `native.py`, `huggingface.py`, `dcp.py`. Everything that reads (load,
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
     Attributes:
         out: a tensor of the shape of `box`, to be filled.
-        what: for messages; else the name.
+        what: used in messages instead of the name.
     """
 
     section: str
@@ -45,8 +45,8 @@ class Catalog:
         step: number of steps done; None if unknown.
         tensors: section ("model", "optimizer") -> name -> dtype and shape.
         aliases: section -> another name of a tensor -> the name that is in `tensors`.
-        left_out: section ("" for none) -> what the folder has there, and this library cannot read -> why.
-        places: name -> where a tensor of the model is, for formats of whole tensors.
+        left_out: section ("" for none) -> content that this library cannot read -> why.
+        places: name -> where a tensor of the model is, for formats with whole tensors.
         values: section -> values other than tensors, from each kind of rank (see `optimizer.py`, `model.py`).
         extra: the extra state, see `manifest.py`; other formats have none.
     """
@@ -65,13 +65,12 @@ class Catalog:
 
     @cached_property
     def opened(self) -> OpenFiles:
-        """Its files. What is read in two steps (header, then values) comes from the same file, even if that was deleted
-        in between."""
+        """Its files, kept open: header and values come from the same file, even if that is deleted in between."""
         return OpenFiles(self.storage)
 
     @property
     def files(self) -> Iterable[str]:
-        """The paths of the files that show whether two folders hold the same."""
+        """The paths of the files to compare to find out whether two folders have the same content."""
         return {piece.path for piece in self.places.values()}
 
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
@@ -90,10 +89,10 @@ class Catalog:
         """The pieces that hold a part of a tensor.
 
         Raises:
-            CorruptError: as for `pieces`; or they do not hold all of it, or hold some of it twice.
+            CorruptError: as for `pieces`; or the pieces leave a gap, or overlap.
         """
         found = [*self.pieces(section, name, box)]
-        if len(found) == 1 and found[0].box == box:  # by far the most frequent case
+        if len(found) == 1 and found[0].box == box:  # by far the most common case
             return found
         cover = Cover(box)
         met = [(piece, common) for piece in found if (common := piece.box.intersect(box)) is not None]
@@ -103,7 +102,7 @@ class Catalog:
         return [piece for piece, _ in met]
 
     def read(self, parts: Iterable[Part], verify: bool = True, num_threads: int = THREADS) -> None:
-        """Fill all parts, once it is known that the files hold all of them; see `covering` and `read_all`."""
+        """Fill all parts, after checking that the files hold all of them; see `covering` and `read_all`."""
         requests = [
             Request(part.what or part.name, part.out, part.box, piece)
             for part in parts
@@ -112,7 +111,7 @@ class Catalog:
         read_all(self.opened, requests, verify, num_threads)
 
     def left_out_texts(self) -> dict[str, str]:
-        """All that is left out, as texts for people ("model 'w'") -> why."""
+        """Everything that is left out, as text for messages ("model 'w'") -> why."""
         every = [(section, name, why) for section, names in self.left_out.items() for name, why in names.items()]
         return {f"{section} '{name}'".lstrip(): why for section, name, why in every}
 

@@ -22,19 +22,19 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are its memory, in order, where the CPU can see it."""
+    """Whether a tensor is contiguous memory that the CPU can access."""
     if is_wrapper(tensor):
         return False
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no memory of its own: it consists of other tensors, or is in a file."""
+    """Whether a tensor has no memory of its own, because it consists of other tensors or is in a file."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def new_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Host memory to copy through: pinned where that makes the copies of `device` faster."""
+    """Host memory for copies: pinned if that makes copies of `device` faster."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type not in ("cpu", "meta"))
 
 
@@ -42,7 +42,7 @@ def blocks_of(values: torch.Tensor, first: int, last: int, block: int) -> Iterat
     """Bytes ``first..last`` of a tensor's values, row by row, in pieces of `block` bytes (the last one shorter).
 
     Yields:
-        (the bytes, whether they stay valid). Blocks of plain memory are views of it. Those of other tensors (on an
+        (the bytes, whether they stay valid). Blocks of plain memory are views. Blocks of other tensors (on an
         accelerator, transposed) share one buffer, which the next block overwrites.
     """
     itemsize = values.element_size()
@@ -62,11 +62,11 @@ def blocks_of(values: torch.Tensor, first: int, last: int, block: int) -> Iterat
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
-    """Wait until everything issued on the current streams of these devices is done. Other threads, which read and write
-    there next, do not know the streams of this one."""
+    """Wait until everything issued on the current streams of these devices is done. Other threads use these tensors
+    next, on streams of their own."""
     for device in devices:
         if device.type not in ("cpu", "meta"):
-            # Not `Event.record()`, which uses the stream of the current device: in other threads, the first device.
+            # Not `Event.record()`, which uses the stream of the current device: device 0 in other threads.
             torch.accelerator.current_stream(device).record_event().synchronize()
 
 
@@ -77,7 +77,7 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable the cyclic garbage collector within, also as a decorator. Plans of thousands of tensors are many small
+    """Disable the cyclic garbage collector within; also a decorator. Plans of thousands of tensors are many small
     objects without cycles, and the collector traverses the whole process each time their number has grown by a quarter.
 
     Only in the main thread: another thread could change the setting at the same time.

@@ -14,7 +14,7 @@ class StoredTensorInfo(NamedTuple):
 
     Attributes:
         dtype: its name in safetensors.
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
     """
 
     dtype: str
@@ -26,10 +26,10 @@ class StoredPiece:
     """A part of a tensor, somewhere in a file, row-major.
 
     Attributes:
-        path: of the file, in the storage.
+        path: the path of the file in the storage.
         offset: where the container begins in the file.
         container: the part of the whole tensor that is stored at `offset` without gaps.
-        box: the part of the container that this piece stands for (all of it, except in consolidated files).
+        box: this piece's part of the container (all of it, except in consolidated files).
         dtype: its name in safetensors.
         sums: checksums of the blocks of the row-major bytes of `box`, joined; "" if there are none.
     """
@@ -43,7 +43,8 @@ class StoredPiece:
 
 
 def runs_within(box: Box, container: Box, itemsize: int, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """(byte of the container, bytes) of the runs that bytes ``start..end`` of a box's values are, in order."""
+    """The contiguous runs in the container that make up bytes ``start..end`` of a box's values, in order: (first byte,
+    number of bytes)."""
     within = box.within(container)
     place = flat_range(within, container.shape)
     if place is not None:

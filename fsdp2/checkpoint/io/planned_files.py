@@ -1,8 +1,8 @@
 """What a rank writes, planned before the first byte: its own files, or its rows of files that all ranks share.
 Layer: checkpoint.
 
-A `Piece` is a part of a stored tensor that this rank holds. In a rank's own file the piece is all there is of the
-tensor (its container). In a consolidated file the container is the whole tensor, and other ranks write the rest.
+A `Piece` is the part of a stored tensor that this rank writes. In a rank's own file the container is the piece itself.
+In a consolidated file the container is the whole tensor, and other ranks write the rest.
 """
 
 import hashlib
@@ -41,8 +41,8 @@ __all__ = [
     "rank_files",
 ]
 
-# Where folders cannot be renamed, what a rank writes is cut into files of about this size. Each is one request (s3fs
-# sends more than 50 MiB in several), which is repeated alone if it fails, and not sent again after a restart.
+# If folders cannot be renamed, a rank writes files of about this size. Each is one request (s3fs splits more than 50
+# MiB), which can be repeated alone if it fails, and is not sent again after a restart.
 PART_BYTES = 48 << 20
 
 # Consolidated files: section -> file -> [(name, dtype, shape)] of the tensors in it.
@@ -58,11 +58,11 @@ class Piece:
 
     Attributes:
         dtype: its name in safetensors.
-        box: which part, in coordinates of the whole tensor.
-        values: a plain tensor of that shape, on any device.
-        shape: of the whole tensor.
-        source: for values that are not in memory (they come from another checkpoint): yields bytes ``first..last`` as
-            `blocks_of` does. `values` is a meta tensor then.
+        box: the part, in coordinates of the whole tensor.
+        values: a plain tensor of the box's shape, on any device.
+        shape: the shape of the whole tensor.
+        source: for values that come from another checkpoint: yields bytes ``first..last`` as `blocks_of` does. In this
+            case `values` is a meta tensor.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Piece:
         return self.box.numel * ITEMSIZES[self.dtype]
 
     def cut(self, nbytes: int) -> "Iterator[Piece]":
-        """The piece, of values in memory, in parts of at most so many bytes, or of one row."""
+        """The piece, with values in memory, in parts of at most `nbytes` bytes, or of one row."""
         dim = next((dim for dim, size in enumerate(self.box.shape) if size > 1), None)
         if dim is None or self.nbytes <= nbytes:
             yield self
@@ -103,7 +103,7 @@ class Written:
 
     Attributes:
         size: bytes of the file.
-        header_crc: CRC-32 of its header (for JSON: of the whole file), if this rank wrote that.
+        header_crc: CRC-32 of its header (for JSON: of the whole file), if this rank wrote the header.
         sums: checksums of this rank's pieces.
     """
 
@@ -123,7 +123,7 @@ class PlannedFile:
         header: returns the first bytes of the file, given the checksums of all pieces; None if another rank writes
             them.
         shared: other ranks write to it too.
-        by_content: it is called `named_by_content`, so what has its name and its size is this file.
+        by_content: its name comes from `named_by_content`, so an existing file of that name and size has this content.
     """
 
     name: str
@@ -138,7 +138,7 @@ def owned_pieces(entries: Mapping[str, Entry], rows: Mapping[str, tuple[str, Til
     """The parts that `rank` writes.
 
     Args:
-        rows: name -> (dtype, how the tensor is cut for writing: as it is sharded, or finer, see `spread_replicas`).
+        rows: name -> (dtype, how the tensor is split for writing: as it is sharded, or finer, see `spread_replicas`).
     """
     for name, (dtype, tiling) in rows.items():
         box, entry = tiling.written_by(rank), entries[name]
@@ -153,24 +153,25 @@ def rank_file_name(section: str, rank: int, world: int) -> str:
 
 
 def named_by_content(file: str, header: bytes) -> str:
-    """The name of a rank's own file if a save writes to the final folder directly: other values have other names."""
+    """The name of a rank's own file if a save writes directly to the final folder: different values have different
+    names."""
     return f"{file.removesuffix('.safetensors')}-{hashlib.sha256(header).hexdigest()[:12]}.safetensors"
 
 
 def rank_files(section: str, pieces: Sequence[Piece], about: Mapping[str, Any], storage: Storage) -> list[PlannedFile]:
-    """The files with everything that one rank writes of a section: one, or, of tensors without renames, several.
+    """The files with everything that one rank writes of a section: one file, or several if folders cannot be renamed.
 
     Args:
-        about: id, rank and world, which the files repeat to distinguish them from files of other saves.
+        about: id, rank and world, which each file repeats to distinguish it from files of other saves.
     """
-    # Large items first, so that every tensor is aligned. Small tensors are then adjacent and can be read at once.
+    # Large items first, so that every tensor is aligned. Small tensors are then adjacent, and can be read together.
     ordered = sorted(pieces, key=lambda piece: (-ITEMSIZES[piece.dtype], piece.nbytes, piece.name))
     lots = [ordered] if storage.renames or section == "extra" else _lots(ordered, PART_BYTES)
     return [_rank_file(section, lot, about, not storage.renames) for lot in lots]
 
 
 def _lots(pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:
-    """Pieces, or parts of them, for files of at most `limit` bytes. A file has one part of a tensor."""
+    """Pieces, or parts of them, for files of at most `limit` bytes. A file has at most one part of each tensor."""
     lot: list[Piece] = []
     for piece in pieces:
         for part in piece.cut(limit):
@@ -208,7 +209,7 @@ def consolidated_homes(
 
     Args:
         tensors: name -> (dtype, shape).
-        max_bytes: the most bytes of data per file, unless one tensor alone is larger.
+        max_bytes: the maximum bytes of data per file, unless a single tensor is larger.
     """
     groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     filled = 0
@@ -228,7 +229,7 @@ def consolidated_files(
     homes: Mapping[str, Sequence[tuple[str, str, tuple[int, ...]]]], pieces: Sequence[Piece], rank: int, world: int
 ) -> list[PlannedFile]:
     """This rank's part of the files of `consolidated_homes`. Each rank begins with a different file, so that they do
-    not all wait for the same one."""
+    not all write to the same one."""
     by_name = {piece.name: piece for piece in pieces}
     planned = []
     for number, (file, tensors) in enumerate(homes.items()):
@@ -249,7 +250,7 @@ def consolidated_files(
 
 
 def joined_sums(written: Iterable[Written], homes: Homes) -> dict[str, dict[str, str]]:
-    """The checksums of what a rank wrote to consolidated files, whose headers contain none: file -> name -> sums."""
+    """The checksums of a rank's parts of consolidated files, whose headers have none: file -> name -> sums."""
     shared = {file for files in homes.values() for file in files}
     return {
         file.name: {name: "".join(blocks) for name, blocks in file.sums.items()}

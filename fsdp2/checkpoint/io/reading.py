@@ -1,8 +1,8 @@
 """Read parts of stored tensors into tensors, with several threads, bounded buffers, and checksums of every block.
 Layer: checkpoint.
 
-A part that is contiguous both in the file and in the tensor is read directly into place. Anything else (a column cut,
-another dtype, an accelerator, the partial blocks at the ends) goes through the buffer of the thread.
+A part that is contiguous both in the file and in the tensor is read directly into place. Anything else (a split along
+columns, another dtype, an accelerator, partial blocks at the ends) goes through the thread's buffer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +27,9 @@ from fsdp2.placement.box import Box, flat_range_within
 __all__ = ["BUFFER_BYTES", "THREADS", "OpenFiles", "PieceBytes", "Request", "read_all"]
 
 THREADS = 4
-BUFFER_BYTES = 4 * BLOCK  # per thread; also what verify and convert hold of a tensor in each thread
+BUFFER_BYTES = 4 * BLOCK  # per thread; verify and convert read a tensor in chunks of this size
 RUN = 16 * BLOCK  # bytes of one task, or of several small ones that one thread runs together
-TOGETHER = 16  # the most tasks run together: for small ones in a remote storage, most of the time is latency
+TOGETHER = 16  # the most tasks run together: small ones in a remote storage take mostly latency
 MAX_OPEN_FILES = 32
 
 
@@ -73,8 +73,8 @@ def read_all(
 
 @uncollected()
 def _lots(requests: Sequence[Request], verify: bool) -> list[list["_Task"]]:
-    """The work for requests. Neighbours in a file are read one after the other, and a thread runs small tasks of one
-    file together: handing over each takes longer than reading it."""
+    """The work for requests. Neighbours in a file are read one after the other. A thread runs small tasks of one file
+    together, because passing one to a thread takes longer than reading it."""
     tasks = [task for request in requests for task in _tasks(request, verify)]
     lots: list[list[_Task]] = []
     room = 0
@@ -94,7 +94,7 @@ def _run(files: "OpenFiles", lot: Sequence["_Task"]) -> None:
 
 
 class _Buffers(local):
-    """One buffer per thread, created at first use. It grows only if one item with its block needs more."""
+    """One buffer per thread, created at first use. It grows only if a single item needs more."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -118,7 +118,7 @@ class OpenFiles:
     has more files than a process may have open.
 
     Attributes:
-        buffers: to read through, of each thread.
+        buffers: the read buffer of each thread.
     """
 
     def __init__(self, storage: Storage):
@@ -163,7 +163,7 @@ class PieceBytes:
     """The row-major bytes of a piece's values, wherever they are in its file.
 
     Attributes:
-        name: of the tensor, for messages.
+        name: the tensor's name, for messages.
         verify: check the blocks that are read.
     """
 
@@ -198,11 +198,11 @@ class PieceBytes:
         if not self.verify:
             self.fetch(reader, start, into)
             return
-        # This runs thousands of times per GB: what is the same for all chunks is looked up once.
+        # This runs thousands of times per GB, so look up once what is the same for all chunks.
         place, chunk, read_into = self._place(), reader.chunk, reader.read_into
         step = max(chunk, BLOCK)
         for low in range(0, into.nbytes, step):
-            if place is None or chunk > BLOCK:  # a request for bytes is expensive, or they are not contiguous
+            if place is None or chunk > BLOCK:  # the bytes are not contiguous, or each request is expensive
                 self.fetch(reader, start + low, into[low : low + step])
             for first in range(low, min(low + step, into.nbytes), BLOCK):
                 block, crc = into[first : first + BLOCK], 0
@@ -233,8 +233,8 @@ class _Task:
     """Bytes ``first..last`` of a source, for a part of its tensor.
 
     Attributes:
-        into: where they go, if they are contiguous here as in the file.
-        box: otherwise, what is copied out of the buffer (some columns of the rows, another dtype or device); then the
+        into: where they go, if they are contiguous both here and in the file.
+        box: otherwise, the part to copy out of the buffer (some columns of the rows, another dtype or device). Then the
             range fits into the buffer, and consists of whole blocks.
     """
 
@@ -265,7 +265,7 @@ class _Task:
             return
         assert self.box is not None
         target, piece = self.request.target, self.source.piece
-        if target.device.index is not None:  # a thread begins with the first device, and events make a context there
+        if target.device.index is not None:  # a thread starts with device 0, and events would create a context there
             torch.accelerator.set_device_index(target.device.index)
         buffer = buffers.get(self.nbytes, target.device)
         self.source.read(reader, self.first, bytes_of(buffer))
@@ -274,7 +274,7 @@ class _Task:
         values = buffer.view(DTYPES[piece.dtype]).as_strided(self.box.shape, steps, begin)
         part_of(target, self.box.within(self.request.box)).copy_(values)
         # On an accelerator the last copy may still be running on this thread's stream (a target with gaps, another
-        # dtype). The calling thread does not know that stream, and the buffer is reused next.
+        # dtype). The calling thread does not wait for that stream, and the buffer is reused next.
         wait_for({target.device})
 
     def _read_into(self, into: memoryview, reader: Reader, buffers: _Buffers) -> None:

@@ -1,6 +1,6 @@
 """A few threads that share a list of work. Layer: checkpoint.
 
-Not `concurrent.futures`: its threads take no more work once the interpreter begins to shut down, and a background save
+It does not use `concurrent.futures`, whose threads accept no work once the interpreter shuts down: a background save
 may finish during shutdown.
 """
 
@@ -24,7 +24,7 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], num_threads: 
     Returns when no thread is working any more. After an error, no further item is started.
 
     Args:
-        name: of the threads.
+        name: the name of the threads.
 
     Raises:
         BaseException: the first error of `work`, or an interruption of the calling thread.
@@ -52,7 +52,7 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], num_threads: 
             threads.append(threading.Thread(target=loop, name=f"{name}-{number}"))
             try:
                 threads[-1].start()
-            except RuntimeError:  # no thread available, or (Python 3.12.0 and .1) the interpreter is shutting down
+            except RuntimeError:  # no thread is available, or (Python 3.12.0 and .1) the interpreter is shutting down
                 threads.pop()
                 loop()
                 break
@@ -61,7 +61,7 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], num_threads: 
     except BaseException as error:  # Ctrl-C
         errors.insert(0, error)
         for thread in threads:
-            if thread.is_alive():  # else it has ended, or it will see the error and do nothing
+            if thread.is_alive():  # otherwise it has ended, or will see the error and do nothing
                 thread.join()
     if errors:
         raise errors[0]
@@ -72,9 +72,9 @@ _pool_of_process: int | None = None
 
 
 def _make_thread_pool_of_torch() -> None:
-    """Let one new thread use torch before several do. After a fork torch recreates its thread pool in the first thread
-    that has not used torch yet, without a lock: if several start at once, some find no pool ("Invalid thread pool!").
-    `set_num_threads` would create the pool too, but it also changes how MKL divides products, in the whole process."""
+    """Let one new thread use torch before several do. After a fork, the first thread that uses torch recreates torch's
+    thread pool without a lock; if several start at once, some find no pool ("Invalid thread pool!").
+    `set_num_threads` would create the pool too, but also changes how MKL splits products, in the whole process."""
     global _pool_of_process
     if _pool_of_process != os.getpid():
         thread = threading.Thread(target=torch.get_num_threads, name="fsdp2-first")

@@ -1,7 +1,7 @@
 """Write planned files: bytes, their checksums, then the header. Layer: checkpoint.
 
-The header is written last, so a file that was cut off before begins with zeros and is not a valid safetensors file. A
-storage without renames needs the checksums first, so there the values are read twice, and what is there already is not
+The header is written last, so an incomplete file begins with zeros and is not a valid safetensors file. A storage
+without renames needs the checksums first, so there the values are read twice, and files that exist already are not
 written again.
 """
 
@@ -28,10 +28,10 @@ def write_file(storage: Storage, folder: str, file: PlannedFile, moves: Callable
     """Write this rank's part of a file; return when it is durable.
 
     Args:
-        moves: is called each time that something has been written, from several threads.
+        moves: called after each write, from several threads.
 
     Raises:
-        OSError: the disk is full, or not writable. The file is closed, not removed.
+        OSError: the disk is full or not writable. The file is closed, but not removed.
     """
     if isinstance(storage, LocalStorage):
         return _write(storage, storage.join(folder, file.name), file, moves)
@@ -58,7 +58,7 @@ def _write(storage: LocalStorage, path: str, file: PlannedFile, moves: Callable[
 
 
 def _upload(storage: RemoteStorage, folder: str, file: PlannedFile, moves: Callable[[], None]) -> Written:
-    """Write a file from its first byte to its last, for which its values are read once more."""
+    """Write a file from its first byte to its last. This reads its values a second time."""
     assert file.header is not None and not file.shared
     sums = {piece.name: [checksum(view) for view, _ in piece.blocks(0, piece.nbytes)] for _, _, piece in file.pieces}
     header = file.header(sums)

@@ -1,8 +1,8 @@
 """How ranks agree on one save or load without a collective: through the key-value store. Layer: checkpoint.
 
-The store counts and holds short words; what a save has to tell is in files (`run/records.py`). Each rank reports that
-it is done and continues. The last rank to report finishes the work for all; other ranks wait only for the outcome. An
-error of one rank is the outcome on all ranks. Works from any thread (the store's client is a clone).
+The store holds only counters and short strings; the records of a save are in files (`run/records.py`). Each rank
+reports that it is done, and continues. The last rank to report finishes the work for all; other ranks wait only for the
+outcome. An error of one rank is the outcome on all ranks. Works from any thread (the store's client is a clone).
 """
 
 import time
@@ -41,18 +41,18 @@ def world_of(group: dist.ProcessGroup | None) -> World:
 
 
 class Agreement:
-    """One piece of work that all ranks share. Every rank must create it, in the same order as its other agreements.
+    """One task that all ranks share. Every rank must create it, in the same order as its other agreements.
 
     Args:
         purpose: what the ranks do, for keys and messages ("save step-00000100").
-        timeout_s: how long a rank waits for the others while nothing moves.
+        timeout_s: how long a rank waits for the others while none makes progress.
 
     Attributes:
         has_failed: this rank has published an error, or got one as the outcome.
     """
 
     def __init__(self, purpose: str, world: World, group: dist.ProcessGroup | None, timeout_s: float):
-        self._alive = store_of(group)  # on rank 0 this is also the server: keep it while another thread may need it
+        self._alive = store_of(group)  # on rank 0 also the server: keep it while another thread may need it
         self._purpose = purpose
         self._world = world
         self._timeout = timedelta(seconds=timeout_s)
@@ -69,7 +69,7 @@ class Agreement:
             return dist.HashStore()  # type: ignore[attr-defined]  # public; the stubs lack it
         before = store.timeout
         with self._explained():
-            store.set_timeout(min(before, self._timeout))  # cloning a store whose server is gone retries for minutes
+            store.set_timeout(min(before, self._timeout))  # without its server, cloning a store retries for minutes
             try:
                 client = store.clone()
             finally:
@@ -78,12 +78,12 @@ class Agreement:
         return client
 
     def _begin(self, name: str) -> tuple[str | None, str]:
-        """The prefixes of the previous attempt (None if there is none) and of this one. The store counts the attempts
-        of each rank, also of one whose process was replaced.
+        """The prefixes of the previous attempt (None for the first) and of this one. The store counts the attempts of
+        each rank, even if its process was replaced.
 
-        This one is the next attempt that was not abandoned by a rank that timed out, so a rank that missed such an
-        attempt meets the others in the next one (see `meet`). A rank that is only late to a failed attempt joins it and
-        learns the reason from `check`."""
+        Attempts that a rank abandoned after a timeout are skipped, so a rank that missed such an attempt meets the
+        others in the next one (see `meet`). A rank that is only late to a failed attempt joins it, and gets the reason
+        from `check`."""
         while True:
             with self._explained():
                 number = self._store.add(f"fsdp2/checkpoint/{name}/begun/{self._world.rank}", 1)
@@ -94,9 +94,9 @@ class Agreement:
     def meet(self) -> None:
         """After a failed attempt: wait for the other ranks before any value of this rank is copied.
 
-        Ranks can leave a failed attempt at different training steps, and the next save of one could be paired with the
-        same save of another: one checkpoint would mix two steps. Ranks that meet here with idle devices are at the same
-        step, because no rank can get ahead without the others' collectives.
+        Ranks can leave a failed attempt at different training steps. Then the next save of one rank could be paired
+        with that of a rank at another step, and one checkpoint would mix two steps. Ranks that meet here with idle
+        devices are at the same step, because no rank can advance without the others' collectives.
 
         Raises:
             CheckpointError: the others did not arrive in time, or one failed.
@@ -116,9 +116,9 @@ class Agreement:
         """Wait until all ranks are here.
 
         Args:
-            advice: for the error if some do not come.
-            record: a short text that this rank gives to `compare`.
-            compare: called on one rank, with the records by rank. An error that it returns is raised on all ranks.
+            advice: part of the error message if some do not come.
+            record: a short text that this rank passes to `compare`.
+            compare: called on one rank with the records by rank. If it returns an error, all ranks raise it.
 
         Raises:
             CheckpointError: the others did not arrive in time, or one failed.
@@ -142,24 +142,24 @@ class Agreement:
             self.check()
 
     def claim(self, key: str, value: str) -> str:
-        """The value that the first rank gave for `key`."""
+        """The value that the first rank set for `key`."""
         content = value[:MAX_WORD].encode(errors="backslashreplace")
         with self._explained():
             return bytes(self._store.compare_set(self._key(key), "", content)).decode()
 
     def is_first(self, key: str) -> bool:
-        """Whether this rank is the first one that asks for `key`."""
+        """Whether this rank is the first one to call this for `key`."""
         return self.claim(key, str(self._world.rank)) == str(self._world.rank)
 
     def forget(self, *keys: str) -> None:
-        """Delete what is no longer needed. Never raises, because the work is already committed."""
+        """Delete keys that are no longer needed. Never raises, because the work is already committed."""
         with suppress(RuntimeError):
             for key in keys:
                 self._store.delete_key(self._key(key))
 
     def report(self) -> bool:
-        """Report that this rank has done its part. Returns whether it was the last one; the last rank must commit:
-        `decide`, do the work, `finish`."""
+        """Report that this rank has done its part. Returns whether it is the last one, which must commit: `decide`, do
+        the work, `finish`."""
         with self._explained():
             self._store.set(self._key(f"rank/{self._world.rank}"), DONE)
             return bool(self._store.add(self._key("count"), 1) == self._world.size)
@@ -185,13 +185,13 @@ class Agreement:
 
     def abandon(self, error: BaseException, waited: bool = False) -> bool:
         """Publish that this rank has failed or gives up. The first such error becomes the outcome on all ranks. Never
-        raises, because the store may have gone together with the rank that failed.
+        raises, because the store may be gone together with the rank that failed.
 
         Args:
             waited: this rank gives up because others did not arrive.
 
         Returns:
-            whether it is certain that the work will not be committed.
+            Whether it is certain that the work will not be committed.
         """
         if self.has_failed:
             return True
@@ -209,7 +209,7 @@ class Agreement:
             self.claim("met", FAILED)  # release ranks that wait in `meet`, so that they see the outcome
 
     def failed_by(self, kind: type[Exception]) -> bool:
-        """After a failure: whether the outcome is an error of that type. False if the store cannot be asked."""
+        """After a failure: whether the outcome is an error of that type. False if the store does not answer."""
         with suppress(CheckpointError, RuntimeError):
             key = self._key("outcome")
             return self._store.check([key]) and _kind_in(self._get(key)) == kind.__name__
@@ -230,7 +230,7 @@ class Agreement:
                 late = CheckpointError(f"{self._purpose}: {self._absent('rank', 'done their part')}")
                 if is_certain or self.abandon(late, waited=True):
                     raise late from error
-                is_certain = True  # all have: another rank commits, unless it has died while doing so
+                is_certain = True  # all have reported: another rank commits, unless it has died
         outcome = self._get(key)
         self.has_failed = outcome != DONE
         self.forget(f"rank/{self._world.rank}")
@@ -241,14 +241,14 @@ class Agreement:
             raise kind(f"{self._purpose} failed: {outcome}")
 
     def moves(self) -> None:
-        """Tell those who wait that this rank gets on, so that a slow destination is not taken for a dead rank."""
+        """Report progress to waiting ranks, so that a slow destination is not mistaken for a dead rank."""
         if time.monotonic() - self._told > self._timeout.total_seconds() / 4:
             self._told = time.monotonic()
             with self._explained():
                 self._store.set(self._key("moves"), f"{self._world.rank} {self._told}")
 
     def _wait_while_moving(self, key: str) -> None:
-        """Wait for a key as long as any rank gets on."""
+        """Wait for a key as long as any rank makes progress."""
         while True:
             seen = self._last_move()
             try:
@@ -270,7 +270,7 @@ class Agreement:
             return bytes(self._store.get(key)).decode()
 
     def _decision(self, prefix: str) -> str | None:
-        """The decision about an attempt; None if there is none yet."""
+        """The decision about an attempt; None if it is open."""
         key = f"{prefix}/decision"
         with self._explained():
             return self._get(key) if self._store.check([key]) else None
@@ -289,7 +289,7 @@ class Agreement:
             ) from error
 
     def _absent(self, where: str, what: str) -> str:
-        """The ranks that have not reported, as text. Each rank that has reported has left a key at `where`."""
+        """The ranks that have not reported, as text. Each rank that reports sets a key at `where`."""
         seconds = f"within {self._timeout.total_seconds():g} s"
         with self._explained():
             every = range(self._world.size)

@@ -16,7 +16,7 @@ from fsdp2.placement.tiling import Grid, Tiling, grid_of, tiling_of, with_siblin
 
 __all__ = ["Entry", "Place", "World"]
 
-# A mesh and the one that it was cut out of.
+# A mesh and its root mesh.
 Meshes = tuple[DeviceMesh, DeviceMesh]
 
 
@@ -25,14 +25,14 @@ class World:
     """The ranks that save or load together.
 
     Attributes:
-        rank: this one, counted within the group.
+        rank: this rank, counted within the group.
         ranks: their global ranks.
     """
 
     rank: int
     ranks: tuple[int, ...]
     _grids: dict[Grid, Grid] = field(default_factory=dict, compare=False)
-    # The values hold references to what the ids in the keys belong to, so that the ids stay valid.
+    # The values keep the objects alive whose ids are in the keys.
     _places: dict[Any, tuple["Place", object]] = field(default_factory=dict, compare=False)
     _meshes: dict[int, tuple[Meshes, DeviceMesh]] = field(default_factory=dict, compare=False)
     _equal_meshes: dict[Meshes, Meshes] = field(default_factory=dict, compare=False)
@@ -43,14 +43,14 @@ class World:
         return len(self.ranks)
 
     def grid(self, grid: Grid, name: str) -> Grid:
-        """A mesh with its ranks counted within this group."""
+        """A grid with its ranks counted within this group."""
         if grid not in self._grids:
             self._grids[grid] = self._numbered(grid, name)
         return self._grids[grid]
 
     def place(self, tensor: DTensor, name: str, ranks: tuple[int, ...]) -> "Place":
-        """Where this rank's part of a DTensor belongs, in a model that `ranks` have. Cached, because models have many
-        tensors of the same kind."""
+        """Where this rank's part of a DTensor belongs, in a model on `ranks`. Cached, because models have many tensors
+        of the same kind."""
         meshes = self.first_equal(tensor.device_mesh)
         # Ids, not meshes and ranks: hashing thousands of ranks per tensor would take as long as everything else.
         key = (id(meshes), id(ranks), tensor.placements, tensor.shape, local_tensor(tensor).shape)
@@ -59,8 +59,8 @@ class World:
         return self._places[key][0]
 
     def first_equal(self, mesh: DeviceMesh) -> Meshes:
-        """The mesh with its root, or those of an earlier tensor that are equal: without `mesh=`, each call of
-        `fully_shard` makes a mesh, and torch gives results of operators the mesh of an earlier one."""
+        """The mesh and its root mesh, or equal ones of an earlier tensor: without `mesh=`, each call of `fully_shard`
+        makes a mesh, and torch may give results of operators the mesh of an earlier one."""
         if id(mesh) not in self._meshes:
             both = (mesh, root_mesh(mesh))
             self._meshes[id(mesh)] = self._equal_meshes.setdefault(both, both), mesh
@@ -103,10 +103,10 @@ class Entry(NamedTuple):
 
     Attributes:
         local: a plain tensor.
-        tiling: how the whole tensor is cut, in ranks of the `World`.
+        tiling: how the whole tensor is split, in ranks of the `World`.
         box: the part that `local` holds.
         outside: the user's tensor.
-        copy: this rank's index in the tensor's mesh, if the mesh is assumed to be one of several with equal values.
+        copy: this rank's index in the tensor's mesh, if other meshes are assumed to have the same values.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""A folder of checkpoints: commits, what replaces what, what is deleted when. Layer: checkpoint."""
+"""The folder of a run: commits, replacement and deletion of checkpoints. Layer: checkpoint."""

@@ -40,7 +40,7 @@ class SaveHandle:
         """Wait until the checkpoint is complete and durable.
 
         Returns:
-            its folder.
+            Its folder.
 
         Raises:
             CheckpointError: it failed, here or on another rank; earlier checkpoints are unchanged.
@@ -54,7 +54,7 @@ class SaveHandle:
         return self.folder
 
     def begin(self) -> bool:
-        """Whether this is the first call. So either the work is done, or it is given up."""
+        """Whether this is the first call. So the work is either done or given up, never both."""
         return self._begun.acquire(blocking=False)
 
     def run(self, work: Callable[[], None]) -> None:
@@ -94,7 +94,7 @@ class InFlight:
         return handle
 
     def settle(self) -> None:
-        """Wait for the last save. This holds back a trainer that is faster than its disk.
+        """Wait for the last save. This slows down a trainer that is faster than its disk.
 
         Raises:
             CheckpointError: it failed, and the error has not been reported yet.
@@ -118,8 +118,8 @@ class InFlight:
             os._exit(1)
 
     def after_fork(self) -> None:
-        """In a forked child: the save belongs to the parent, whose thread does not exist here. Waiting for it would
-        never end."""
+        """In a forked child: forget the save, which belongs to the parent. Its thread does not exist here, so a wait
+        would never end."""
         self._handle = None
 
 
@@ -127,8 +127,8 @@ in_flight = InFlight()
 atexit.register(in_flight.at_exit)
 os.register_at_fork(after_in_child=in_flight.after_fork)
 
-# Host memory with the values that a background save writes; kept for the next save, since fresh pages cost as much as
-# the copy.
+# Host memory with the values that a background save writes. It is kept for the next save, since allocating new pages
+# costs as much as the copy.
 _arena: dict[torch.device, torch.Tensor] = {}
 
 

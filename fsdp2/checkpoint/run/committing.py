@@ -1,4 +1,4 @@
-"""The last rank's work: check that everything is there, write the manifest, rename the folder. Layer: checkpoint."""
+"""The last rank's work: check that all files exist, write the manifest, rename the folder. Layer: checkpoint."""
 
 import json
 import warnings
@@ -36,11 +36,11 @@ def commit(
 
     Args:
         homes: for consolidated files, which file holds each tensor.
-        ranks: their number.
+        ranks: the number of ranks.
 
     Raises:
-        CheckpointError: the records of the ranks contradict each other, or this rank does not see a file (the folder is
-            not shared between machines).
+        CheckpointError: the ranks' records contradict each other, or this rank does not see a file (the folder is not
+            shared between machines).
     """
     agreement.check()
     try:
@@ -56,7 +56,7 @@ def commit(
                 stored = [{**table, "ranks": tables[name]} for name, table in zip(tables, own.get(tables), strict=True)]
             _check_equal([*equal.values()], own.get(equal))
     finally:
-        # Without renames the folder is the checkpoint's own; a save that came first may have deleted these files.
+        # Without renames this is the final folder, and a save that came first may have deleted these files.
         if not storage.renames and is_complete(storage, path):
             raise CheckpointError(f"{path}: another save has completed a checkpoint there in the meantime")
     for name, index in index_files(homes).items():
@@ -84,8 +84,8 @@ def commit(
 
 
 def _put_in_place(storage: Storage, work: str, path: str, content: bytes, save_id: str, overwrite: bool) -> None:
-    """Write the manifest of the folder `work`, and give the folder its name. Where folders cannot be renamed, the
-    manifest makes it a checkpoint, so only one of two saves may succeed.
+    """Write the manifest of the folder `work`, and rename the folder. If folders cannot be renamed, the manifest alone
+    makes it a checkpoint, so only one of two saves may succeed.
 
     Raises:
         CheckpointError: another save has come first.
@@ -108,8 +108,8 @@ def _put_in_place(storage: Storage, work: str, path: str, content: bytes, save_i
 
 
 def may_count(storage: Storage, agreement: Agreement) -> bool:
-    """Whether the manifest of a failed save may still exist or appear later; then all files must stay. Without renames
-    it is written to its final place at once, and if the answer is lost, the outcome of the request is unknown."""
+    """Whether the manifest of a failed save may exist or still appear, so that all files must stay. Without renames it
+    is written directly to its final place, and if the answer is lost, the outcome of the request is unknown."""
     if storage.renames:
         return False
     with suppress(CheckpointError):  # the store does not answer: unknown
@@ -119,7 +119,7 @@ def may_count(storage: Storage, agreement: Agreement) -> bool:
 
 @uncollected()
 def _encoded(body: Mapping[str, Any], file: str) -> bytes:
-    """The encoded manifest. It is parsed now, while nothing counts yet, and refused if that fails."""
+    """The encoded manifest. Raises before anything is committed if it cannot be parsed again."""
     try:
         content = Manifest.encode(body)
         if len(content) > MAX_MANIFEST_BYTES:
@@ -186,7 +186,7 @@ def _extra(records: Sequence[Record]) -> dict[str, list[dict[str, Any]]]:
 def _check_tables(tables: Sequence[Mapping[str, Any]], contents: Sequence[str]) -> None:
     """Check that all ranks of a tensor's mesh describe it in the same way. Otherwise rows would be missing, or stored
     twice. A tensor may be on several meshes if its values are the same on all of them: the data-parallel meshes along
-    an axis, such as context parallelism, that no tensor of the model is distributed over.
+    an axis, such as context parallelism, over which no tensor of the model is distributed.
 
     Args:
         contents: for each rank a digest of everything that it wrote.
@@ -231,16 +231,16 @@ class _Row(NamedTuple):
 
     @property
     def text(self) -> str:
-        """For messages."""
+        """The description, for messages."""
         return f"{self.dtype} {self.shape} on a mesh of {self.mesh['shape']} cut (axis, dim) {self.cuts}"
 
 
 def _check_equal(ranks: Sequence[int], sums: Sequence[Mapping[str, int]]) -> None:
-    """Check that copies are equal (tensors on a part of a larger mesh are assumed to be copied on its other parts), and
-    warn of plain tensors that are not: one rank's is stored, and every rank will load that.
+    """Check that copies are equal: a tensor on a part of a larger mesh is assumed to have copies on the other parts.
+    Warn about plain tensors that differ: one rank's is stored, and every rank will load that one.
 
     Args:
-        sums: what each of these ranks has, see `_sums_of_equal` in `saving.py`.
+        sums: the checksums of each of these ranks, see `_sums_of_equal` in `saving.py`.
     """
     known: dict[str, tuple[int, int]] = {}
     different: dict[str, str] = {}
@@ -265,7 +265,7 @@ def _check_equal(ranks: Sequence[int], sums: Sequence[Mapping[str, int]]) -> Non
 
 
 def _check_values(tables: Sequence[Mapping[str, Any]]) -> None:
-    """Check that values other than tensors, which belong to the model, are equal on all ranks that have the model."""
+    """Check that the model's values other than tensors are equal on all ranks that have the model."""
     known: dict[tuple[str, str], tuple[Any, Sequence[int]]] = {}
     for table in tables:
         for section, values in table["values"].items():
@@ -279,8 +279,7 @@ def _check_values(tables: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _by_name(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a section. Those of an optimizer are listed by parameter, since pipeline stages hold different
-    parameters."""
+    """The values of a section, those of an optimizer by parameter, since pipeline stages hold different parameters."""
     if "kinds" not in values:
         return {f"'{name}'": value for name, value in values.items()}
     states = {f"state of '{fqn}'": form for fqn, form in values["states"].items()}
@@ -289,7 +288,7 @@ def _by_name(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def index_files(homes: Homes) -> dict[str, bytes]:
-    """Hugging Face's indexes of sections that have several files, by their names."""
+    """Hugging Face's index files, by name, for sections that have several files."""
     found = {}
     for section, placed in homes.items():
         rows = [(name, dtype, shape, file) for file, tensors in placed.items() for name, dtype, shape in tensors]

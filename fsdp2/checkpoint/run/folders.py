@@ -9,13 +9,13 @@ In the folder of a run::
 Any number of processes may change this at the same time, and each may die at any moment. These rules keep checkpoints
 safe:
 
-* A folder of the last two kinds has a name that only its process chooses.
-* Nothing is deleted or taken apart under a name that others use. It is first renamed to a private name. The rename is
-  atomic and succeeds for only one process.
-* A save that commits takes away the ``.tmp-`` folders of all other saves to its name. So of two that run at the same
-  time the second fails, even if it was suspended for hours: it has no folder to rename.
-* A replaced checkpoint is deleted only after it was seen first and then its successor was seen under the common name
-  with all its files: this order proves that it is older than the successor.
+* A folder of the last two kinds has a unique name, chosen by its process.
+* Nothing is deleted under a name that others use. It is first renamed to a private name; the rename is atomic and
+  succeeds for only one process.
+* A save that commits removes the ``.tmp-`` folders of all other saves to its name. So of two concurrent saves the
+  second fails, even if it was suspended for hours, because it has no folder to rename.
+* A replaced checkpoint is deleted only after this process has seen first it, and then its successor under the common
+  name with all its files: this order proves that it is older than the successor.
 """
 
 import re
@@ -55,15 +55,16 @@ __all__ = [
 
 STALE_S = 3600.0  # a temporary folder of another run that has not changed for this long is dead
 STEP = re.compile(r"step-(\d+)")
-# Files of a save; users may put others beside them.
+# Files of a save; users may add others to the folder.
 OURS = re.compile(r"(model|optimizer|extra)-rank-\d+-of-\d+(-[0-9a-f]{12})?\.safetensors(\.part)?|record-.*\.json")
-# Likewise, but a user may have created a file of the same name.
+# The same, but a user may have created a file with such a name.
 SHARED = re.compile(
     rf"(model|optimizer)(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}\.part"
 )
 LEFT_OVER = re.compile(r"\.(tmp|old)-(.+)-[0-9a-f]{12}", re.DOTALL)
-# How often is begun again what another process disturbs by a rename. Without it readers beside a writer find nothing
-# (`test_readers_beside_a_writer`), and of two writers none may commit (`test_two_jobs_that_overwrite_one_name`).
+# How often to retry what another process disturbs by a rename. Without retries, readers may find nothing while a writer
+# is active (`test_readers_beside_a_writer`), and of two writers none may commit
+# (`test_two_jobs_that_overwrite_one_name`).
 TRIES = 20
 
 
@@ -79,7 +80,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step in a folder's name; None if there is none."""
+    """The step in a folder's name, or None."""
     match = STEP.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -91,7 +92,7 @@ def work_folder(storage: Storage, path: str, nonce: str) -> str:
 
 
 def old_of(name: str) -> str | None:
-    """The checkpoint name that a replaced folder of this name had; None for all other names."""
+    """The original name of a replaced checkpoint's folder; None for all other names."""
     return _owner(name) if name.startswith(".old-") else None
 
 
@@ -109,7 +110,8 @@ def is_whole(storage: Storage, path: str) -> bool:
 
 
 def find(storage: Storage, path: str) -> str:
-    """Where the checkpoint `path` is: at `path`, or beside it while it is being replaced or if that was cut off.
+    """Where the checkpoint `path` is: at `path`, or next to it while it is being replaced, or if the replacement was
+    cut off.
 
     Raises:
         CheckpointError: it is in neither place; the message says what is at `path` instead.
@@ -118,7 +120,7 @@ def find(storage: Storage, path: str) -> str:
     for _ in range(TRIES):
         if (found := _place(storage, path)) is not None:
             return found
-        # It may have moved from one place to the other between two looks, if any folder belongs to this name.
+        # If any folder belongs to this name, it may have moved from one place to the other between the two checks.
         if not storage.renames or not any(name in (other, _owner(other)) for other in storage.names(folder)):
             break
     steps = [other for other in storage.names(path) if step_of(other) is not None]
@@ -131,14 +133,14 @@ def find(storage: Storage, path: str) -> str:
 
 
 def _place(storage: Storage, path: str) -> str | None:
-    """Where the checkpoint `path` is, see `find`; None if neither place had it when it was looked at."""
+    """Where the checkpoint `path` is, see `find`; None if neither place had it when it was checked."""
     if is_complete(storage, path):
         return path
     return min(replaced(storage, path), key=lambda old: age_of(storage, old), default=None)
 
 
 def id_at(storage: Storage, path: str) -> str | None:
-    """The id of the save that the checkpoint `path` is, wherever it is; None if there is none, or it cannot be read."""
+    """The id of the save of the checkpoint `path`, wherever it is; None if it does not exist or cannot be read."""
     with suppress(CheckpointError, OSError):
         return id_of(storage, find(storage, path))
     return None
@@ -151,7 +153,7 @@ def manifest_at(storage: Storage, path: str, files_are_there: bool = True) -> tu
         files_are_there: check the sizes of its files.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: it does not exist.
         CorruptError: it is damaged.
     """
     for _ in range(TRIES):
@@ -169,13 +171,13 @@ def manifest_at(storage: Storage, path: str, files_are_there: bool = True) -> tu
 
 
 def _owner(name: str) -> str | None:
-    """The checkpoint that a folder next to it belongs to."""
+    """The name of the checkpoint to which a folder next to it belongs."""
     match = LEFT_OVER.fullmatch(name)
     return match[2] if match else None
 
 
 def replaced(storage: Storage, path: str) -> list[str]:
-    """Replaced checkpoints of `path` that still exist; several, if saves were cut off repeatedly."""
+    """Replaced checkpoints of `path` that still exist; more than one if saves were cut off repeatedly."""
     folder, name = storage.split(path)
     names = storage.names(folder) if storage.renames else ()
     found = (storage.join(folder, other) for other in names if old_of(other) == name)
@@ -190,14 +192,14 @@ def age_of(storage: Storage, path: str) -> float:
 
 
 def put_aside(storage: Storage, path: str, kind: str = "tmp") -> str | None:
-    """Rename what is at `path` to a name of this process.
+    """Rename what is at `path` to a private name.
 
     Args:
-        kind: "tmp" for deletion: if that is cut off, a later save sweeps it; of a symbolic link, only the link. "old"
-            for a checkpoint that `find` still finds there.
+        kind: "tmp" for deletion: if that is cut off, a later save sweeps it; a symbolic link is renamed itself. "old"
+            for a checkpoint that `find` can still find.
 
     Returns:
-        the new path; None if nothing was there.
+        The new path; None if nothing was there.
     """
     folder, name = storage.split(path)
     aside = storage.join(folder, f".{kind}-{_owner(name) or name}-{uuid.uuid4().hex[:12]}")
@@ -209,10 +211,10 @@ def put_aside(storage: Storage, path: str, kind: str = "tmp") -> str | None:
 
 
 def discard(storage: Storage, path: str) -> None:
-    """Delete a checkpoint, or the rest of one. Where it cannot be renamed first, its manifest is deleted first, so that
-    a partly deleted folder is not a checkpoint."""
+    """Delete a checkpoint, or the rest of one. If it cannot be renamed first, its manifest is deleted first, so that a
+    partly deleted folder is not a checkpoint."""
     if not storage.renames:
-        for name in (*filter(is_mark, storage.names(path)), MANIFEST):  # so that no save goes on with these files
+        for name in (*filter(is_mark, storage.names(path)), MANIFEST):  # so that no save reuses these files
             storage.remove(storage.join(path, name))
         storage.remove(path)
     elif (aside := put_aside(storage, path)) is not None:
@@ -241,7 +243,7 @@ def free_name(storage: Storage, path: str, overwrite: bool) -> None:
 
 
 def _check_contents(storage: Storage, path: str) -> None:
-    """Check that a folder that will be replaced holds nothing of the user: all of it is deleted."""
+    """Check that a folder to be replaced has no files of the user, because all of it will be deleted."""
     names = storage.names(path)
     if names and MANIFEST not in names:
         raise CheckpointError(f"{path}: has files in it and is no checkpoint; save to an empty or a new folder")
@@ -269,7 +271,7 @@ def _check_work(storage: Storage, work: str, path: str) -> None:
 
 @contextmanager
 def own_folder(storage: Storage, work: str, path: str) -> Iterator[None]:
-    """Within this context, an error of missing files is explained if the whole folder is gone; see `_check_work`."""
+    """In this context, an error about missing files is explained if the whole folder is gone; see `_check_work`."""
     try:
         yield
     except (CheckpointError, FileNotFoundError):
@@ -290,7 +292,7 @@ def replace_folder(storage: Storage, work: str, path: str, overwrite: bool) -> N
             storage.rename_folder(work, path)
         except BaseException as error:
             if aside is not None:
-                with suppress(OSError):  # another save has taken the name
+                with suppress(OSError):  # raised if another save has taken the name
                     storage.rename_folder(aside, path)
             if not isinstance(error, OSError):
                 raise
@@ -303,14 +305,14 @@ def replace_folder(storage: Storage, work: str, path: str, overwrite: bool) -> N
 
 
 def _make_way(storage: Storage, path: str) -> str | None:
-    """Set aside the checkpoint at `path`; `find` finds it until its successor has the name.
+    """Set aside the checkpoint at `path`, where `find` finds it until its successor has the name.
 
     `find` would also find older ones that were set aside and never deleted, so these are removed first, while this one
-    is complete. A checkpoint that another save is just setting aside is not among them, because they were listed before
+    is in place. A checkpoint that another save is just setting aside is not among them, because they were listed before
     `path` was checked.
 
     Returns:
-        where it is now; None if there was none.
+        Where it is now; None if there was no checkpoint.
     """
     stale = replaced(storage, path)
     if is_complete(storage, path):
@@ -323,10 +325,10 @@ def _make_way(storage: Storage, path: str) -> str | None:
 
 
 def sweep(storage: Storage, path: str, files: Collection[str]) -> list[str]:
-    """After a commit, put aside what other saves left. For the name `path`, that is everything; for other names, only
-    what is old. Never raises: what stays does no harm.
+    """After a commit, put aside what other saves left: everything for the name `path`, and only old folders for other
+    names. Never raises, because leftovers do no harm.
 
-    Call this before the save is finished. The returned paths can be given to `delete` later, after other ranks have
+    Call this before the save is finished. The returned paths can be passed to `delete` later, after other ranks have
     continued.
 
     Args:
@@ -351,8 +353,8 @@ def sweep(storage: Storage, path: str, files: Collection[str]) -> list[str]:
 
 
 def _is_stale(storage: Storage, folder: str, name: str) -> bool:
-    """Whether a dead process left this in the folder of a run and it has not changed for a while. Not a replaced
-    checkpoint that exists nowhere else."""
+    """Whether this was left by a dead process in the folder of a run and has not changed for a while. False for a
+    replaced checkpoint that exists nowhere else."""
     match = LEFT_OVER.fullmatch(name)
     if match is None or storage.age(storage.join(folder, name)) <= STALE_S:
         return False
@@ -360,7 +362,7 @@ def _is_stale(storage: Storage, folder: str, name: str) -> bool:
 
 
 def delete(storage: Storage, gone: Collection[str]) -> None:
-    """Delete what was put aside. Never raises: a later save sweeps what stays."""
+    """Delete what was put aside. Never raises, because a later save sweeps the rest."""
     for path in gone:
         with suppress(OSError):
             storage.remove(path)

@@ -1,6 +1,6 @@
-"""What ranks tell the one that commits: JSON files in the folder of the save, of any size. Layer: checkpoint.
+"""The ranks' records for the rank that commits: JSON files of any size in the folder of the save. Layer: checkpoint.
 
-They are not synced, since only a running save reads them, and deleted before the folder becomes a checkpoint.
+They are not synced, since only a running save reads them, and are deleted before the folder becomes a checkpoint.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from fsdp2.errors import CheckpointError
 
 __all__ = ["Records", "digest_of", "files_id", "is_mark"]
 
-# In a folder that is not a checkpoint yet: a save has begun to write files with this id there.
+# Marks a folder that is not a checkpoint yet: a save has begun to write files with this id there.
 MARK = re.compile(r"record-files-([0-9a-f]{12})\.json")
 
 
 def files_id(storage: Storage, folder: str, nonce: str, agreement: Agreement) -> str:
-    """The id of this save's files. Without renames it is that of a save that died there, if there is one: then what it
-    has written is not written again, if it has the same content, and so the same name."""
+    """The id of this save's files. Without renames, it is the id of a save that died there, if any, so that files with
+    the same content, and so the same name, are not written again."""
     if storage.renames:
         return nonce
     ids = [found[1] for name in storage.names(folder) if (found := MARK.fullmatch(name))]
@@ -36,12 +36,12 @@ def files_id(storage: Storage, folder: str, nonce: str, agreement: Agreement) ->
 
 
 def is_mark(name: str) -> bool:
-    """Whether a file says that a save has begun, see `files_id`."""
+    """Whether a file marks that a save has begun; see `files_id`."""
     return MARK.fullmatch(name) is not None
 
 
 def digest_of(content: object) -> str:
-    """A digest of something as JSON."""
+    """A digest of the JSON of `content`."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -64,14 +64,14 @@ class Records:
         self._write(str(rank), json.dumps(record, separators=(",", ":")))
 
     def share(self, content: Any) -> str:
-        """Write something that many ranks have; the first of them does. Returns its digest, for the record."""
+        """Write content that many ranks share; only the first of them does. Returns its digest, for the record."""
         digest = digest_of(content)
         if self._agreement.is_first(f"share/{digest}"):
             self._write(digest, json.dumps(content, separators=(",", ":")))
         return digest
 
     def get(self, names: Iterable[object]) -> list[Any]:
-        """The records of ranks, or what was shared under digests.
+        """The records of ranks, or shared content by digest.
 
         Raises:
             CheckpointError: a file is not here.
@@ -79,7 +79,7 @@ class Records:
         return run_all(self._read, [str(name) for name in names], THREADS, "fsdp2-records")
 
     def remove(self, ranks: int, digests: Iterable[str]) -> None:
-        """Delete all. Never raises: what stays is taken for a stray file."""
+        """Delete all. Never raises, because the rest counts as stray files."""
         for name in (*map(str, range(ranks)), *digests):
             with suppress(OSError):
                 self._storage.remove(self._path(name))

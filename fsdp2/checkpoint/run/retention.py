@@ -1,4 +1,4 @@
-"""The checkpoints of a run, its newest sound one, and which may be deleted. Layer: checkpoint."""
+"""The checkpoints of a run: list them, find the newest sound one, delete old ones. Layer: checkpoint."""
 
 import warnings
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def _ages(root: Folder) -> dict[str, float]:
 
 
 def _named_after_steps(root: Folder) -> list[str]:
-    """Folders whose names are those of a run's checkpoints, oldest step first; some may not be complete."""
+    """Folders that are named like checkpoints of a run, oldest step first; some may be incomplete."""
     storage, path = storage_of(root)
     names = {old_of(name) or name for name in storage.names(path)}
     steps = sorted((step, name) for name in names if (step := step_of(name)) is not None)
@@ -43,20 +43,20 @@ def _named_after_steps(root: Folder) -> list[str]:
 
 
 def latest(root: Folder, valid: Valid | None = None) -> str | None:
-    """The newest sound checkpoint of a run, for `load`; None if there is none. There is no pointer file: a checkpoint
-    is sound if its manifest is undamaged and all files that it lists exist with the right sizes.
+    """The newest sound checkpoint of a run, for `load`, or None. A checkpoint is sound if its manifest is undamaged and
+    all files that it lists exist with the right sizes. There is no pointer file.
 
     Args:
         root: the folder that was given to `save` together with a step.
-        valid: an additional check, called with the folder, which raises an error of fsdp2 to reject it (`verify` reads
-            everything); then the next older checkpoint is considered.
+        valid: an additional check, called with the folder. It raises an error of fsdp2 to reject a checkpoint (`verify`
+            reads everything); then the next older one is considered.
 
     Warns:
-        UserWarning: the disk cannot read a checkpoint; then, too, the next older one is considered.
+        UserWarning: the disk cannot read a checkpoint; the next older one is considered.
 
     Raises:
-        OSError: there is no sound checkpoint, but one that the disk cannot read. (Returning None would restart
-            the run.)
+        OSError: no sound checkpoint was found, but one that the disk cannot read. (Returning None would restart the
+            run.)
 
     Example::
 
@@ -73,12 +73,12 @@ def latest(root: Folder, valid: Valid | None = None) -> str | None:
                 if save not in rejected and _is_sound(save[0]):
                     if _is_sound(save[0], valid):
                         return save[0]
-                    rejected.add(save)  # `valid` is asked once: that may take an hour
+                    rejected.add(save)  # `valid` is called only once per save: it may take an hour
             except OSError as error:
                 message = f"{save[0]}: cannot be read ({error}); latest goes back to the checkpoint before it"
                 warnings.warn(message, stacklevel=2)
                 unread.append(error)
-        # One that was being replaced meanwhile may have been missed: all must be as they were, twice.
+        # A checkpoint that was being replaced may have been missed, so two passes must see the same.
         if before == seen == {folder: id_at(*storage_of(folder)) for folder in _named_after_steps(root)}:
             break
         seen = before
@@ -96,28 +96,28 @@ def prune(
     """Delete old checkpoints of a run. Call this on one rank, after a save.
 
     It keeps the `keep` newest sound checkpoints by step, and the `keep` newest by time of saving. These are the same
-    unless the run was rolled back; then the newest from before and after the roll-back stay until the steps have caught
-    up. So the last saved checkpoint is never deleted, nor is the only sound one. Saves in progress are kept too.
+    unless the run was rolled back; then the newest from before and after the rollback stay until the steps have caught
+    up. So neither the last saved checkpoint nor the only sound one is ever deleted. Saves in progress are kept too.
 
     Args:
         keep: how many of the newest sound checkpoints to keep, at least one (see `latest`).
-        every: also keep checkpoints whose step is a multiple of it.
+        every: also keep checkpoints whose step is a multiple of this.
         valid: as for `latest`: with `verify`, only checkpoints that were read completely count as sound. Without it
             damaged bytes within a file are not detected.
 
     Returns:
-        the folders that were deleted. Each is renamed first, so none is ever left in part under its name.
+        The folders that were deleted. Each is renamed first, so a folder is never left partly deleted under its name.
 
     Raises:
         ArgumentError: `keep` or `every` is less than one.
 
     Example::
 
-        if rank == 0:  # the last three, and each ten-thousandth step
+        if rank == 0:  # the last three, and every ten-thousandth step
             fsdp2.checkpoint.prune("runs/a", keep=3, every=10_000, valid=fsdp2.checkpoint.verify)
     """
     storage, _ = storage_of(root)
-    # Read first: another checkpoint may take one of these names afterwards, and is not deleted.
+    # Read the ids first: a newer checkpoint may take one of these names afterwards, and must not be deleted.
     ids = {folder: id_at(storage, folder) for folder in _named_after_steps(root)}
     old = _old(root, keep, every, valid)
     return [folder for folder in old if folder in ids and _pruned(storage, folder, ids[folder])]
@@ -129,10 +129,10 @@ def _old(root: Folder, keep: int, every: int | None, valid: Valid | None) -> lis
         raise ArgumentError(f"prune: keep and every are at least 1, got {keep} and {every}")
     storage, _ = storage_of(root)
     ages = _ages(root)
-    staying: dict[str, bool] = {}  # whether they are sound
+    staying: dict[str, bool] = {}  # folder -> whether it is sound
     for order in ([*ages], sorted(ages, key=lambda folder: -ages[folder])):
         sound = 0
-        for folder in reversed(order):  # damaged ones among the newer ones are left alone
+        for folder in reversed(order):  # damaged ones among the newer ones are kept
             if sound == keep:
                 break
             if folder not in staying:
@@ -148,10 +148,10 @@ def _pruned(storage: Storage, path: str, save_id: str | None) -> bool:
         discard(storage, path)
         return True
     older = replaced(storage, path)
-    # `find` still finds it under that name. So if it is the wrong one, or this process dies, nothing is lost.
+    # `find` still finds it under this name. So nothing is lost if it is the wrong one, or if this process dies.
     aside = put_aside(storage, path, "old")
     if aside is not None and id_of(storage, aside) != save_id:
-        with suppress(OSError):  # the name is taken again, by a newer checkpoint
+        with suppress(OSError):  # raised if a newer checkpoint has taken the name
             storage.rename_folder(aside, path)
         return False
     for old in older:
@@ -163,7 +163,7 @@ def _pruned(storage: Storage, path: str, save_id: str | None) -> bool:
 
 
 def _is_sound(folder: str, valid: Valid | None = None) -> bool:
-    """Whether its manifest is undamaged, its files exist, and it is valid; `OSError` if the disk cannot read them."""
+    """Whether its manifest is undamaged, its files exist, and `valid` accepts it; `OSError` if the disk cannot read."""
     try:
         manifest_at(*storage_of(folder))
         if valid is not None:

@@ -1,1 +1,1 @@
-"""What the files of a checkpoint say: headers, manifests, checksums. Layer: checkpoint."""
+"""The content of a checkpoint's files: headers, manifests, checksums. Layer: checkpoint."""

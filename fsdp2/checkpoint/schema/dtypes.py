@@ -4,8 +4,8 @@ import torch
 
 __all__ = ["DTYPES", "ITEMSIZES", "name_of"]
 
-# What safetensors 0.8 and torch both have: safetensors has no complex128, and torch no floats of 6 bits. Of floats of 4
-# bits safetensors counts single numbers, and torch pairs.
+# The dtypes that both safetensors 0.8 and torch have. safetensors lacks complex128, torch lacks 6-bit floats, and for
+# 4-bit floats safetensors counts single numbers but torch counts pairs.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -27,7 +27,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-# Bytes of an element of torch.
+# Bytes per element in torch.
 ITEMSIZES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

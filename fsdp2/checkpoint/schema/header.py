@@ -1,8 +1,8 @@
-"""The header of a safetensors file: encoded, and parsed without trusting it. Pure: bytes in, bytes out.
+"""Encode the header of a safetensors file, and parse it without trusting it. Pure: bytes in, bytes out.
 
 A file is ``u64 little-endian length | JSON | data``. The JSON maps each name to dtype, shape and range in the data. The
-ranges must follow each other without gaps or overlaps and end with the file. Spaces after the JSON are allowed; they
-are used here to align the data to a page. (https://github.com/huggingface/safetensors, "Format")
+ranges must follow each other without gaps or overlaps, and end with the file. Spaces are allowed after the JSON; here
+they align the data to a page. (https://github.com/huggingface/safetensors, "Format")
 """
 
 import json
@@ -18,7 +18,7 @@ from fsdp2.errors import ArgumentError, CorruptError
 __all__ = ["MAX_DIMS", "MAX_HEADER_BYTES", "Header", "StoredTensor", "encode_header", "parse_header", "parse_json"]
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-MAX_DIMS = 64  # per tensor: torch has no more, and multiplying very many sizes takes minutes
+MAX_DIMS = 64  # per tensor: torch's limit; multiplying very many sizes takes minutes
 MAX_DEPTH = 100  # of JSON, because code that walks it may recurse
 CONTAINERS = frozenset({dict, list})  # of JSON
 PAGE = 4096
@@ -31,7 +31,7 @@ class StoredTensor(NamedTuple):
 
     Attributes:
         dtype: its name in safetensors.
-        offset: where its first byte is in the file.
+        offset: the position of its first byte in the file.
     """
 
     dtype: str

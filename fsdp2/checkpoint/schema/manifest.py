@@ -3,15 +3,15 @@
 ``checkpoint.json`` is ``{"crc32": ..., "body": {...}}``. The body:
 
 =============  ====================================================================================================
-format         "fsdp2/2"; a reader refuses formats that it does not know
-id             of this save; every file has it, so files of two saves cannot be mixed
-files_id       the id that the files have, if not `id`: behind a URL a save goes on with the files of a dead one
+format         "fsdp2/2"; a reader rejects formats that it does not know
+id             id of this save; every file has it, so files of two saves cannot be mixed
+files_id       the id in the files, if not `id`: behind a URL a save may reuse the files of a dead one
 step, world    as given to `save`; the number of ranks
-layout         "ranks" (each rank has its own files) or "consolidated" (whole tensors, as in Hugging Face's layout)
+layout         "ranks" (each rank has its own files) or "consolidated" (whole tensors, in Hugging Face's layout)
 files          name -> [bytes, CRC-32 of the header (for JSON: of the whole file)]
-tables         what ranks hold; ranks that hold the same share one: see `table_of`
+tables         what ranks hold, see `table_of`; ranks that hold the same share one
 homes          consolidated: section -> name of a tensor -> file
-extra          key -> list of {"json", "file", "ranks"}: what each rank passed; ranks with equal values share one
+extra          key -> list of {"json", "file", "ranks"}: the values that ranks passed; ranks with equal values share one
 sums           consolidated: for each rank file -> name -> checksums of the blocks of its part; absent otherwise
 =============  ====================================================================================================
 
@@ -68,7 +68,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest, checked; see the module docstring.
+    """A checked manifest; see the module docstring.
 
     Attributes:
         records: section -> name -> record.
@@ -179,7 +179,7 @@ def table_of(
     aliases: Mapping[str, Mapping[str, str]],
     values: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What one rank holds, as JSON; the same for all ranks that have the same model.
+    """What one rank holds, as JSON; equal on all ranks that have the same model.
 
     Args:
         tilings: section -> name -> (dtype, tiling).
@@ -261,12 +261,12 @@ def _sizes(values: Sequence[object]) -> tuple[int, ...]:
 
 
 def _shape(values: Sequence[object]) -> tuple[int, ...]:
-    """The sizes of a tensor or of a mesh. Their number is limited, because multiplying very many takes minutes."""
+    """The sizes of a tensor or of a mesh. Their number is limited: multiplying very many sizes takes minutes."""
     if len(values) > MAX_DIMS:
         raise ValueError(f"{len(values)} dims; expected at most {MAX_DIMS}, as torch has")
     return _sizes(values)
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:
-    """The canonical text of a body: parsing and encoding it again gives the same text (including floats)."""
+    """The canonical text of a body: parsing and encoding it again gives the same text, including floats."""
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()

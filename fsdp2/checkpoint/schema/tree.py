@@ -1,4 +1,4 @@
-"""Nested state (of a data loader, an optimizer, a user) as JSON, with its tensors stored apart. Never code. Pure.
+"""Nested state (of a data loader, an optimizer, a user) as JSON, with its tensors stored separately. Pure.
 
 JSON values stand for themselves. Anything else is an object with one key that names its kind::
 
@@ -8,8 +8,8 @@ JSON values stand for themselves. Anything else is an object with one key that n
     {"$dict": [[key, value], ...]}   keys that are not strings, or begin with "$"
     {"$ordered": {...}}      {"$counter": {...}}
 
-A file names a kind, and only these are built: no code comes from a file. All other types, including subclasses of
-these, are refused by the save, since they would be restored as something else.
+Only these kinds are built, so a file cannot execute code. A save rejects all other types, including subclasses of
+these, since they would be restored as something else.
 """
 
 import math
@@ -25,11 +25,11 @@ from fsdp2.errors import ArgumentError, CorruptError
 
 __all__ = ["Leaf", "at_path", "decode", "encode"]
 
-MAX_DEPTH = 40  # each level takes one to six levels of JSON; the commit refuses JSON that is too deep
+MAX_DEPTH = 40  # each level takes one to six levels of JSON; the commit rejects JSON that is too deep
 
 DICTS: dict[str, type] = {"$ordered": OrderedDict, "$counter": Counter}  # MultiStepLR has a Counter
 
-# Given a tensor and its path in the tree, returns what represents it in the JSON besides its name.
+# Called with a tensor's path in the tree and the tensor; returns what represents it in the JSON besides its name.
 Leaf = Callable[[str, torch.Tensor], dict[str, Any]]
 
 
@@ -37,8 +37,8 @@ def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
     """JSON for `value`.
 
     Args:
-        leaf: is called for each tensor with its path (``"epoch/indices"``) and returns the note for it.
-        where: whose state it is, for messages.
+        leaf: called for each tensor with its path (``"epoch/indices"``); returns the note for it.
+        where: names the state, for messages.
 
     Raises:
         ArgumentError: it contains something that is neither a tensor nor plain data.
@@ -76,7 +76,7 @@ def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
     )
 
 
-# Keys as parts of paths, and back. Cached, because the states of parameters have the same few keys.
+# Convert keys to parts of paths, and back. Cached, because the states of parameters share a few keys.
 
 
 @lru_cache(maxsize=4096)
@@ -90,7 +90,7 @@ def _unquoted(part: str) -> str:
 
 
 def at_path(value: Any, path: str) -> Any:
-    """The value at a path (``"a/0/b"``) of nested state; None if there is none."""
+    """The value at a path (``"a/0/b"``) of nested state, or None."""
     for part in path.split("/") if path else ():
         try:
             # `get`, because indexing a defaultdict would create the key.
@@ -104,11 +104,11 @@ def decode(value: Any, tensor: Callable[[dict[str, Any]], Any], where: str) -> A
     """The inverse of `encode`.
 
     Args:
-        tensor: is called with the note of each tensor.
+        tensor: called with the note of each tensor.
         where: the file, for messages.
 
     Raises:
-        CorruptError: `encode` does not create such JSON.
+        CorruptError: the JSON was not made by `encode`.
     """
     if isinstance(value, list):
         return [decode(item, tensor, where) for item in value]

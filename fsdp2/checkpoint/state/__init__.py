@@ -1,1 +1,1 @@
-"""What is saved and filled: models, optimizers, extra state, and the names of tensors. Layer: checkpoint."""
+"""What is saved and filled: models, optimizers and extra state, with the names of tensors. Layer: checkpoint."""

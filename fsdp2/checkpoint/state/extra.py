@@ -58,10 +58,10 @@ class Reshardable(Stateful, Protocol):
 
 class RandomState:
     """The random number generators of this process: torch's on the CPU and on the current device of the accelerator,
-    Python's, and NumPy's if it is loaded. Give one to `save` and `load` under any name of `extra`.
+    Python's, and NumPy's if it is loaded. Pass one to `save` and `load` under any name in `extra`.
 
     Every rank has its own state. On a different number of ranks the saved states cannot be assigned to ranks: each rank
-    is then reseeded from the saved states and its rank, with a warning.
+    is reseeded from the saved states and its rank, with a warning.
 
     Example::
 
@@ -97,7 +97,7 @@ class RandomState:
     def load_resharded(self, states: Sequence[Any], rank: int, world_size: int) -> None:
         """Seed all generators from the states and this rank."""
         message = f"random state of {len(states)} ranks, and now there are {world_size}"
-        given = (state for state in states if state is not None)  # ranks that saved none have none
+        given = (state for state in states if state is not None)  # some ranks may have saved none
         material = b"".join(bytes(state["torch"].tolist()) for state in given) + rank.to_bytes(8, "little")
         # 63 bits: with 32, two of 16,384 ranks would share a seed with a probability of 3 %.
         seed = int.from_bytes(hashlib.sha256(material).digest()[:8], "little") >> 1
@@ -114,7 +114,7 @@ class ExtraShare:
 
     Attributes:
         form: the value as JSON, with its tensors by name.
-        pieces: these tensors.
+        pieces: its tensors.
         digest: equal for equal content; "" before it is `claimed`.
         mine: whether this rank writes it.
     """
@@ -161,7 +161,7 @@ def extra_shares(extra: Mapping[str, Any]) -> list[ExtraShare]:
 
 
 def claimed(shares: Sequence[ExtraShare], agreement: Agreement) -> list[ExtraShare]:
-    """The shares, with `mine` set on the first rank that has each content. This takes as long as hashing them."""
+    """The shares, with `mine` set on the first rank that has each content. Takes as long as hashing them."""
     hashed = [replace(share, digest=_digest(share.form, share.pieces)) for share in shares]
     return [replace(each, mine=agreement.is_first(f"extra/{each.key}/{each.digest}")) for each in hashed]
 
@@ -176,7 +176,7 @@ def _digest(form: Any, pieces: Sequence[Piece]) -> str:
 
 
 class StoredExtra:
-    """The values saved as `extra`, seen from one rank. Catalogs of other formats have none."""
+    """The values saved as `extra`, from the view of one rank. Catalogs of other formats have none."""
 
     def __init__(self, catalog: Catalog, world: World):
         self._catalog = catalog
@@ -185,7 +185,7 @@ class StoredExtra:
         self._is_resharded = self._saved_world != world.size
 
     def check(self, targets: Mapping[str, Any], missing: list[str], mismatches: list[str]) -> None:
-        """Before anything is read: note keys that are not stored, and those whose states cannot be redistributed."""
+        """Before anything is read: record keys that are not stored, and keys whose states cannot be redistributed."""
         for key, target in targets.items():
             if key not in self._shares:
                 missing.append(f"extra '{key}'")
@@ -204,7 +204,7 @@ class StoredExtra:
         """Load the states into the targets.
 
         Returns:
-            by key, the value for this rank; without values that cannot be redistributed.
+            The values for this rank, by key, without those that cannot be redistributed.
         """
         values = {}
         # Generators last: another object may draw random numbers while it loads its state.
@@ -230,7 +230,7 @@ class StoredExtra:
         return next((share for share in self._shares[key] if rank in share["ranks"]), None)
 
     def _read(self, share: Mapping[str, Any] | None, verify: bool) -> Any:
-        """The value of a share, with its tensors; None from a rank that gave nothing."""
+        """The value of a share, with its tensors; None for a rank that saved nothing."""
         catalog, requests = self._catalog, list[Request]()
         if share is None:
             return None

@@ -1,6 +1,6 @@
-"""What is saved or filled, by name: the tensors of a model or a plain dict. Layer: checkpoint.
+"""The tensors of a model or a plain dict, by name, as they are saved or filled. Layer: checkpoint.
 
-Saving and loading see a model in the same way. An `Entry` is this rank's part of a tensor and its place in the whole.
+Saving and loading use the same view of a model. An `Entry` is this rank's part of a tensor and its place in the whole.
 """
 
 import zlib
@@ -45,11 +45,11 @@ class State:
     """Tensors by name, and the values that are not tensors.
 
     Attributes:
-        keys: name -> key in the state dict, which may contain segments of wrappers.
-        aliases: names of tensors that share the memory of another -> the name under which that is stored.
+        keys: name -> key in the state dict, which may contain wrappers' segments.
+        aliases: names of tensors that share the memory of another -> the name under which that one is stored.
         values: JSON by name.
-        computed: names of tensors that are neither parameters nor buffers: the module created them for its state dict,
-            and only it can load them (`get_extra_state`, hooks).
+        computed: names of tensors that are neither parameters nor buffers: the module creates them for its state dict,
+            and only the module can load them (`get_extra_state`, hooks).
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -81,7 +81,7 @@ def model_state(model: nn.Module | Mapping[str, Any], world: World) -> State:
     """The state of a model, or of a plain dict of tensors, DTensors and values.
 
     Raises:
-        ArgumentError: a value that a checkpoint cannot hold, or two names that differ only by wrappers' segments.
+        ArgumentError: a checkpoint cannot hold a value, or two names differ only in wrappers' segments.
     """
     mapping = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     tensors: dict[str, torch.Tensor] = {}
@@ -115,7 +115,8 @@ def model_state(model: nn.Module | Mapping[str, Any], world: World) -> State:
 
 
 def _memory_of(model: nn.Module | Mapping[str, Any]) -> Callable[[torch.Tensor], bool]:
-    """A function that tells whether a tensor of a state dict is memory of the model, so that filling one fills both."""
+    """A function that returns whether a tensor of a state dict shares memory with the model, so that filling it fills
+    the model."""
     if not isinstance(model, nn.Module):
         return lambda tensor: True
     tensors = {tensor for _, tensor in tensors_of(model)}
@@ -129,7 +130,7 @@ def _storage(tensor: torch.Tensor) -> Any:
 
 
 def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ...]) -> Entry:
-    """The entry of a tensor of a model that `ranks` (counted within the world) have. All of them have a plain tensor. A
+    """The entry of a tensor of a model on `ranks` (counted within the world). A plain tensor is on all of them. A
     DTensor may be on some of them, and its siblings on the rest (see `with_siblings`)."""
     if isinstance(tensor, DTensor):
         place, local = world.place(tensor, name, ranks), registered.optimizers.looked_at(local_tensor(tensor))
@@ -140,7 +141,7 @@ def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ..
         place = Place(tiling, tiling.box_of(world.rank))
     if (
         place.box is None and isinstance(tensor, DTensor) and registered.optimizers.is_elsewhere(tensor)
-    ):  # another rank has it (a 0-dim one has no empty part)
+    ):  # another rank has it (a 0-dim tensor has no empty part)
         nothing = Box((0,) * tensor.ndim, (0,) * tensor.ndim)
         return Entry(name, local.new_empty(nothing.shape), place.tiling, nothing, tensor)
     if place.box is None:
@@ -149,13 +150,13 @@ def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ..
 
 
 def outside_autograd(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, detached if it requires a gradient; `detach` takes as long as the rest of an entry."""
+    """The tensor, detached only if needed: `detach` takes as long as the rest of an entry."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _owner_first(name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks, beginning with the one that stores the tensor. Plain tensors may differ between ranks, so one rank's
-    value is stored: the first rank's for small tensors, and that of varying ranks for large ones, by name."""
+    """The ranks, beginning with the one that stores the tensor. Plain tensors may differ between ranks, so one rank
+    stores its value: the first rank for small tensors, a rank chosen by the name for large ones."""
     if tensor.numel() * tensor.element_size() < SPREAD_BYTES:
         return ranks
     first = zlib.crc32(name.encode(errors="backslashreplace")) % len(ranks)
@@ -163,8 +164,8 @@ def _owner_first(name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tup
 
 
 def ranks_of(tensors: Iterable[torch.Tensor], world: World) -> tuple[int, ...]:
-    """The ranks that have a model with these tensors: those of its DTensors' meshes (those of a pipeline stage), or all
-    if it has none."""
+    """The ranks that have a model with these tensors: all ranks of its DTensors' meshes (a pipeline stage), or all
+    ranks if it has no DTensors."""
     meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
     if not meshes:
         return tuple(range(world.size))
@@ -195,7 +196,7 @@ def checked(entry: Entry) -> Entry:
     """The entry, if its local tensor is plain memory.
 
     Raises:
-        ArgumentError: it is not. Only a model's own tensors may consist of others (see `model_state`).
+        ArgumentError: it is not. Only a model's own tensors may consist of other tensors (see `model_state`).
     """
     local = entry.local
     if is_wrapper(local) and not registered.optimizers.is_in_file(local):

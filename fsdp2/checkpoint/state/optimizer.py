@@ -1,15 +1,15 @@
 """The state of optimizers by FQN, as it is saved. Layer: checkpoint.
 
-State is never keyed by a parameter's index: with another world size, pipeline split or order of the param groups, it
-would go to the wrong parameter. A tensor of the state is stored as ``<path>.<fqn>`` (``exp_avg.layers.0.weight``); the
-rest is JSON, in which a single optimizer has the name ""::
+State is never keyed by a parameter's index: with another world size, pipeline split or order of param groups it would
+go to the wrong parameter. A state tensor is stored as ``<path>.<fqn>`` (``exp_avg.layers.0.weight``). The rest is JSON,
+in which a single optimizer has the name ""::
 
     {"kinds": {"": "AdamW"},
      "states": {fqn: {"step": {"$tensor": "step", "as": "plain"}, "exp_avg": {"$tensor": "exp_avg", "as": "param"}}},
      "groups": [{"optimizer": "", "params": [fqn, ...], "options": {"lr": 0.001, ...}}]}
 
-An optimizer keeps everything in `state` and `param_groups`. One with a `state_dict` or a `load_state_dict` of its own,
-or with hooks on these, is an error.
+All state of an optimizer must be in `state` and `param_groups`. One with its own `state_dict` or `load_state_dict`, or
+with hooks on these, is rejected.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,10 +58,10 @@ BASE = torch.optim.Optimizer
 
 
 def named_optimizers(given: Any) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers by name. Those of a list are named by their index. Empty for a plain dict of tensors.
+    """The optimizers by name. In a list the name is the index. Empty for a plain dict of tensors.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: `given` is neither.
     """
     if isinstance(given, torch.optim.Optimizer):
         return {ALONE: given}
@@ -92,8 +92,8 @@ def kinds_of(optimizer: BASE) -> list[str]:
 
 
 def check_plain(optimizer: BASE) -> None:
-    """`ArgumentError` if the optimizer's `state_dict` or `load_state_dict` do more than torch's: what they add has no
-    parameter to be found by. (Those of fsdp2 only keep dtypes and places, and so does a checkpoint.)"""
+    """`ArgumentError` if the optimizer's `state_dict` or `load_state_dict` do more than torch's: what they add belongs
+    to no parameter. (Those of fsdp2 only keep dtypes and devices, as a checkpoint does.)"""
     kind = type(optimizer)
     pairs = [(kind.state_dict, BASE.state_dict), (kind.load_state_dict, BASE.load_state_dict)]
     own = [each for each, base in pairs if each is not base and not each.__module__.startswith("fsdp2.")]
@@ -109,7 +109,7 @@ def named_params(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> d
     """The FQN of each parameter that the optimizer holds, in its order.
 
     Raises:
-        ArgumentError: there is no module to name them, or a parameter does not belong to it.
+        ArgumentError: no module is given to name them, or a parameter does not belong to it.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(
@@ -133,10 +133,10 @@ def named_params(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> d
 
 
 def optimizers_state(model: nn.Module | None, optimizers: Mapping[str, torch.optim.Optimizer], world: World) -> State:
-    """The whole state of all of them.
+    """The whole state of all optimizers.
 
     Raises:
-        ArgumentError: see `named_params`; two of them hold the same parameter; or the state cannot be stored, such as a
+        ArgumentError: see `named_params`; two optimizers hold the same parameter; or state cannot be stored, such as a
             plain tensor that differs between ranks and whose place in the whole is unknown.
     """
     state = State()
@@ -178,7 +178,7 @@ def _check_states(states: Mapping[Any, Any], names: Mapping[torch.Tensor, str]) 
 def _noting(
     param: torch.Tensor, fqn: str, state: State, world: World, ranks: tuple[int, ...]
 ) -> Callable[[str, torch.Tensor], dict[str, Any]]:
-    """A function that adds a tensor of a parameter's state to the entries, and returns how to create it again."""
+    """A function that adds a tensor of a parameter's state to the entries, and returns the note to recreate it from."""
     like = entry_of(fqn, param, world, ranks)
 
     def leaf(path: str, tensor: torch.Tensor) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def state_entry(
         of_param = tensor.shape == param.shape and (tensor.ndim > 0 or name.partition(".")[0] not in COUNTERS)
         return entry_of(name, tensor, world, ranks), "param" if of_param else "plain"
     if tensor.ndim and tensor.shape == local_tensor(param).shape:
-        # This optimizer works on local tensors and stores them in its state.
+        # The optimizer works on local tensors, and keeps them in its state.
         return Entry(name, outside_autograd(tensor), like.tiling, like.box, tensor), "local"
     if not tensor.ndim or len(like.tiling.grid.ranks) == 1:
         return entry_of(name, tensor, world, like.tiling.grid.sorted_ranks), "plain"

@@ -31,8 +31,8 @@ def tables_of(name: str, tables: Sequence[Mapping[str, Any]], params: set[str]) 
     """The parts of the stored tables that belong to one optimizer.
 
     Args:
-        name: of the optimizer; "" for a single one, to which everything belongs.
-        params: FQNs of its parameters, which select its part of a table that a single optimizer saved.
+        name: the optimizer's name; "" for a single one, to which everything belongs.
+        params: FQNs of its parameters; they select its part of a table that a single optimizer saved.
     """
     found: list[Mapping[str, Any]] = []
     for table in tables:
@@ -52,13 +52,13 @@ def tables_of(name: str, tables: Sequence[Mapping[str, Any]], params: set[str]) 
 @dataclass
 class OptimizerTarget:
     """An optimizer to be filled. `prepare` determines which tensors are needed, the caller fills them, and `finish`
-    gives them to the optimizer, which is unchanged until then.
+    puts them into the optimizer, which is unchanged until then.
 
     Attributes:
         ranks: the ranks that have the model.
         cast: new state has the dtype of its parameter, as after torch's `load_state_dict`.
-        missing: descriptions of what is here but not stored.
-        unfit: why the state does not fit this class of optimizer; "" if it does, or the class is not known.
+        missing: descriptions of state that is needed here but not stored.
+        unfit: why the state does not fit this class of optimizer; "" if it does, or if the saved class is unknown.
     """
 
     optimizer: torch.optim.Optimizer
@@ -77,7 +77,7 @@ class OptimizerTarget:
         """Determine everything that will be filled.
 
         Args:
-            tables: the values from `optimizers_state`, of each kind of rank (pipeline stages differ).
+            tables: the values from `optimizers_state`, for each kind of rank (pipeline stages differ).
 
         Raises:
             MismatchError: parameters of one group had different options.
@@ -105,7 +105,7 @@ class OptimizerTarget:
         now = self.optimizer.param_groups
         alike = [table["groups"] for table in tables if len(table["groups"]) == len(now)]
         self._options = [
-            # A group without parameters (not unfrozen yet) has no names to be found by, but a number.
+            # A group without parameters (not unfrozen yet) can only be found by its index.
             self._options_of(group, options) if group["params"] or not alike else dict(alike[0][index]["options"])
             for index, group in enumerate(now)
         ]
@@ -117,7 +117,7 @@ class OptimizerTarget:
         for fqn, other in found[1:]:
             if other is found[0][1]:  # same group when saved
                 continue
-            # As texts: 1 == 1.0 == True, and -0.0 == 0.0.
+            # Compared as text, because 1 == 1.0 == True and -0.0 == 0.0.
             if repr(sorted(other.items())) != repr(sorted(found[0][1].items())):
                 raise MismatchError(
                     f"optimizer: '{found[0][0]}' and '{fqn}' are in one param group here and were saved with different "
@@ -131,8 +131,8 @@ class OptimizerTarget:
         """A function that returns the tensor for a note: the existing one, or a new one.
 
         Args:
-            options: those that the optimizer will have for the parameter. With `capturable` or `fused` torch's keep
-                step counters on the parameter's device.
+            options: the options that the optimizer will have for the parameter. With `capturable` or `fused`, torch's
+                optimizers keep step counters on the parameter's device.
         """
         like = entry_of(fqn, param, self.world, self.ranks)
         on_device = options.get("capturable") or options.get("fused")
@@ -155,7 +155,7 @@ class OptimizerTarget:
         return make
 
     def _new(self, path: str, fqn: str, param: torch.Tensor, form: Any, info: StoredTensorInfo) -> torch.Tensor:
-        """A new tensor to be filled, of the form that it had when it was saved, or of that of a matrix's owner."""
+        """A new tensor to be filled: in the form in which it was saved, or in that of a matrix optimizer's owner."""
         dtype, shape, name = DTYPES[info.dtype], info.shape, f"{path}.{fqn}"
         if self.cast and self._is_cast(path, param, shape) and dtype.is_floating_point and param.is_floating_point():
             dtype = param.dtype
@@ -193,11 +193,11 @@ class OptimizerTarget:
 
     @cached_property
     def _in_host_memory(self) -> set[torch.Tensor]:
-        """The parameters whose state the device may have no room for."""
+        """The parameters whose state belongs in host memory, because the device may have no room for it."""
         return registered.optimizers.in_host_memory(self.optimizer)
 
     def finish(self) -> None:
-        """Give the optimizer its state and options. A parameter that had no state when saved has none afterwards."""
+        """Put state and options into the optimizer. A parameter that was saved without state has none afterwards."""
         chosen = [decode(options, _scalar, "optimizer options") for options in self._options]
         for key in (key for options in chosen for key in options if key in NO_OPTIONS):
             raise CorruptError(f"optimizer options: '{key}' is not an option")
@@ -215,7 +215,8 @@ class OptimizerTarget:
 
 
 def _placement_named(kind: str, ndim: int, of_param: Placement) -> Placement:
-    """A placement by its name; on the parameter's dim, the parameter's: other axes may cut that too."""
+    """A placement by its name. For the parameter's own dim it is the parameter's placement, because other axes may
+    split that dim too."""
     if not kind[1:].isdecimal() or int(kind[1:]) >= ndim:
         return Replicate()
     dim = int(kind[1:])

@@ -1,8 +1,7 @@
-"""Where a tensor's values come from, if a checkpoint has them under another name or in another layout. Layer:
-checkpoint.
+"""Sources of a tensor's values that a checkpoint stores under another name or in another layout. Layer: checkpoint.
 
 A source is an expression over stored tensors. It is never computed as a whole: for a box of the result, it returns
-which boxes of which stored tensors go where, so a rank reads only what its shard needs, straight into place.
+which boxes of which stored tensors go where. So a rank reads only what its shard needs, directly into place.
 """
 
 from abc import ABC, abstractmethod
@@ -49,7 +48,7 @@ class Source(ABC):
 
     @abstractmethod
     def wanted(self, target: torch.Tensor, box: Box, tensors: Infos) -> Iterator[Wanted]:
-        """What to read, and where to put it, for a part of the result.
+        """What to read for a part of the result, and where to put it.
 
         Args:
             target: the tensor to fill, of the shape of `box`.
@@ -58,29 +57,29 @@ class Source(ABC):
 
     @abstractmethod
     def under(self, names: Mapping[str, str]) -> "Source":
-        """The same with stored tensors under other names.
+        """The same source with renamed stored tensors.
 
         Args:
-            names: name -> the name to use instead; others stay.
+            names: name -> new name; others stay.
         """
 
     @property
     def T(self) -> "Source":
-        """A 2-D tensor transposed: for checkpoints whose linear layers are stored as ``(in, out)``."""
+        """The transpose of a 2-D tensor: for checkpoints that store linear layers as ``(in, out)``."""
         return _Transposed((self,), (0, 1), 2)
 
     def transpose(self, dim0: int, dim1: int) -> "Source":
-        """Two dims exchanged, of any number of dims (negative: from the last one)."""
+        """Two dims exchanged (negative: from the last one)."""
         return _Transposed((self,), (dim0, dim1))
 
     def narrow(self, dim: int, start: int, length: int) -> "Source":
-        """A part of it along a dim (negative: from the last one): for checkpoints that fuse tensors that the model
-        keeps separate."""
+        """A part along a dim (negative: from the last one): for checkpoints that fuse tensors that the model keeps
+        separate."""
         return _Narrowed((self,), dim, start, length)
 
 
 def stored(name: str) -> Source:
-    """The tensor that is stored under a name.
+    """The tensor stored under a name.
 
     Example::
 
@@ -95,7 +94,7 @@ def concatenated(*parts: Source | str, dim: int = 0) -> Source:
     checkpoint keeps separate.
 
     Raises:
-        ArgumentError: none is given, or one that is neither a source nor a name.
+        ArgumentError: no source is given, or one is neither a source nor a name.
 
     Example::
 
@@ -108,10 +107,10 @@ def concatenated(*parts: Source | str, dim: int = 0) -> Source:
 
 def stacked(*parts: Source | str, dim: int = 0) -> Source:
     """Several sources of one shape stacked along a new dim (negative: from the last one): for models that keep all
-    experts in one tensor. A rank reads only those that its shard contains a part of.
+    experts in one tensor. A rank reads only those of which its shard contains a part.
 
     Raises:
-        ArgumentError: none is given, or one that is neither a source nor a name.
+        ArgumentError: no source is given, or one is neither a source nor a name.
 
     Example::
 
@@ -189,7 +188,7 @@ class _Made(Source):
 @dataclass(frozen=True)
 class _Transposed(_Made):
     dims: tuple[int, int]
-    ndim: int | None = None  # that it must have
+    ndim: int | None = None  # the required number of dims
 
     def info(self, tensors: Infos) -> StoredTensorInfo:
         info = self.parts[0].info(tensors)
@@ -269,7 +268,7 @@ class _Stacked(_Made):
 
 
 def _counted(dim: int, shape: tuple[int, ...]) -> int | None:
-    """A dim, counted from the first; None if there is no such dim."""
+    """A dim, counted from the first; None if it does not exist."""
     return dim % len(shape) if -len(shape) <= dim < len(shape) else None
 
 

@@ -1,7 +1,7 @@
-"""Where checkpoints are stored: the few operations that saving and loading need. Layer: checkpoint.
+"""The few storage operations that saving and loading need. Layer: checkpoint.
 
-`LocalStorage` in `local.py` describes them; `RemoteStorage` in `remote.py`, through fsspec, has the same. Both pass the
-same tests.
+`LocalStorage` in `local.py` documents them; `RemoteStorage` in `remote.py`, through fsspec, has the same ones. Both
+pass the same tests.
 """
 
 import os
@@ -43,7 +43,7 @@ def storage_of(folder: Folder) -> tuple[Storage, str]:
 
 
 def check_file_name(name: object, where: str) -> str:
-    """A name that a file of a checkpoint may have: it cannot lead out of the folder.
+    """Check that a name can be that of a checkpoint's file: it must not lead out of the folder.
 
     Raises:
         CorruptError: the name is invalid.

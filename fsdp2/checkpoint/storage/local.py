@@ -15,10 +15,10 @@ from fsdp2.errors import CheckpointError, CorruptError
 
 __all__ = ["LocalReader", "LocalStorage", "LocalWriter"]
 
-# Follow no links and wait for no FIFO: a checkpoint is only read and written within its folder.
+# Do not follow links or wait for FIFOs: a checkpoint is only read and written within its folder.
 SAFE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
-# Smaller writes go to the page cache, which collects them. Writes of a GPU's values have a block, 1 MiB.
+# Smaller writes go to the page cache, which collects them. Writes of a GPU's values have the size of a block, 1 MiB.
 DIRECT_FROM = 256 << 10
 
 
@@ -26,8 +26,8 @@ class LocalStorage:
     """Files of a POSIX file system. Paths are those of files and folders in it, joined by `join`.
 
     Attributes:
-        renames: a folder can be renamed atomically, and a file be written in any order. Otherwise files go directly to
-            their final folder, from the first byte to the last, and the manifest, written last, makes it a checkpoint.
+        renames: a folder can be renamed atomically, and a file can be written in any order. Otherwise files are written
+            directly to the final folder, from the first byte to the last, and the manifest makes it a checkpoint.
     """
 
     renames = True
@@ -49,7 +49,7 @@ class LocalStorage:
             _sync_folder(os.path.dirname(folder))
 
     def names(self, folder: str) -> list[str]:
-        """The names in a folder, sorted; empty if there is no such folder."""
+        """The names in a folder, sorted; empty if it does not exist."""
         try:
             return sorted(os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -68,7 +68,7 @@ class LocalStorage:
             return {}
 
     def kind(self, path: str) -> str | None:
-        """What a path is, in a word ("file", "folder"); None if nothing is there."""
+        """The kind of a path, as a word ("file", "folder"); None if it does not exist."""
         try:
             mode = os.lstat(path).st_mode
         except (FileNotFoundError, NotADirectoryError):
@@ -83,8 +83,8 @@ class LocalStorage:
         return time.time() - max(times)
 
     def write_file(self, path: str, size: int, shared: bool = False) -> "LocalWriter":
-        """Start a file of `size` bytes: a new one, or (shared) one that several ranks write to and the first one
-        creates."""
+        """Start a file of `size` bytes: a new one, or (`shared`) one that several ranks write to, created by the
+        first."""
         return LocalWriter(path, size, 0 if shared else os.O_TRUNC)
 
     def write_all(self, path: str, content: bytes) -> None:
@@ -108,11 +108,11 @@ class LocalStorage:
             file.write(content)
 
     def open_file(self, path: str) -> "LocalReader":
-        """Open a file; `CheckpointError` if there is none."""
+        """Open a file; `CheckpointError` if it does not exist."""
         return LocalReader(path)
 
     def rename_folder(self, folder: str, to: str, durably: bool = True) -> None:
-        """Rename a folder atomically (if not durably, also a file or a link); `OSError` if the name is taken."""
+        """Rename a folder atomically; `OSError` if the name is taken. With ``durably=False`` also a file or a link."""
         if durably:
             _sync_folder(folder)
         os.rename(folder, to)
@@ -130,9 +130,9 @@ class LocalStorage:
 
 
 class LocalWriter:
-    """A file being written. Where folders can be renamed, threads may write different parts at the same time.
+    """A file being written. Threads may write different parts at the same time, if folders can be renamed.
 
-    The file has its full size from the start, which detects a quota. A full disk shows on writing."""
+    The file has its full size from the start, so a quota is detected at once; a full disk is detected on writing."""
 
     def __init__(self, path: str, size: int, flags: int):
         self._path = path
@@ -141,7 +141,7 @@ class LocalWriter:
         try:
             space = os.fstatvfs(self._fd)
             free = space.f_bavail * space.f_frsize
-            # A file system that reports no blocks does not tell its size (FUSE without statfs).
+            # A file system that reports no blocks does not report its size (FUSE without statfs).
             if flags & os.O_TRUNC and space.f_blocks and free < size:
                 raise OSError(errno.ENOSPC, f"No space left on device: {size} bytes are needed, {free} are free", path)
             with _naming(path):
@@ -152,8 +152,8 @@ class LocalWriter:
             raise
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> None:
-        """Write these bytes one after the other from `offset`; where folders cannot be renamed, in order and without
-        gaps. Whole pages bypass the page cache; pages that others may also write to go through it."""
+        """Write these bytes one after the other from `offset`. If folders cannot be renamed, calls must be in order and
+        without gaps. Whole pages bypass the page cache; pages that others may write to too go through it."""
         end = offset + sum(part.nbytes for part in parts)
         first, last = -(-offset // PAGE) * PAGE, end // PAGE * PAGE
         with _naming(self._path):
@@ -176,8 +176,8 @@ class LocalWriter:
                     raise OSError(errno.EIO, "nothing could be written", self._path)
                 part, offset = part[written:], offset + written
         if sys.platform == "linux" and offset > first:
-            # Start writing to the disk now: the pages are dirty, so this hint starts their write-back and drops
-            # nothing. Otherwise the disk is idle until `finish`.
+            # Start writing to the disk now: for dirty pages this hint starts the write-back and drops nothing.
+            # Otherwise the disk is idle until `finish`.
             os.posix_fadvise(self._fd, first, offset - first, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
@@ -194,14 +194,14 @@ class LocalWriter:
     def _close(self) -> None:
         if self._direct is not None:
             self._direct.close()
-        # Some file systems report errors only here. Even then the descriptor is closed, and may be reused at once.
+        # Some file systems report errors only here. The descriptor is closed even then, and may be reused at once.
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def _split(parts: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
-    """The first bytes of these parts, and the rest."""
+    """The first `nbytes` of these parts, and the rest."""
     first, rest = [], []
     for part in parts:
         first.append(part[:nbytes])
@@ -211,18 +211,18 @@ def _split(parts: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], 
 
 
 class LocalReader:
-    """A file being read, by several threads at the same time. It is read instead of mapped, so that a file that shrinks
-    causes an error, not a SIGBUS.
+    """A file being read by several threads at the same time. It is not mapped, so that a file that shrinks causes an
+    error, not a SIGBUS.
 
     Attributes:
         size: in bytes.
-        identity: of the file, whatever it is called.
-        chunk: how many bytes to request at a time, if they are processed in between: what fits into a processor's
-            cache, or what is worth a request. A fraction or a multiple of a block (see `checksum.py`).
+        identity: identifies the file, whatever its name.
+        chunk: how many bytes to request at a time, if they are processed in between: as many as fit into a processor's
+            cache, or as many as are worth a request. A fraction or a multiple of a block (see `checksum.py`).
     """
 
-    # Source and destination, so twice this, must fit into the cache of one core (1 or 2 MiB) when the checksum is
-    # computed. With half of it, the overhead of the calls exceeds the gain. Must divide a block.
+    # Source and destination, twice this, must fit into the cache of one core (1 or 2 MiB) while the checksum is
+    # computed. With half of it, the overhead of calls exceeds the gain. Must divide a block.
     chunk = 256 << 10
 
     def __init__(self, path: str):
@@ -251,7 +251,7 @@ class LocalReader:
             buffer = buffer[count:]
 
     def close(self) -> None:
-        """Release it."""
+        """Close the file."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -259,7 +259,7 @@ class LocalReader:
 
 @contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Within this context an error of an open file names the file, as one of `open` does."""
+    """In this context errors of an open file name the file, as those of `open` do."""
     try:
         yield
     except OSError as error:
@@ -269,10 +269,10 @@ def _naming(path: str) -> Iterator[None]:
 
 
 def _sync_folder(folder: str | Path) -> None:
-    """Make the names in a folder durable, if the file system can (several network file systems cannot, nor need to)."""
+    """Make the names in a folder durable, if the file system can (several network file systems cannot, and need not)."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # one may create files in this folder, but not list them
+    except PermissionError:  # the folder permits creating files, but not listing them
         return
     try:
         with _naming(str(folder)):

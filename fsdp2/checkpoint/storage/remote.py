@@ -1,8 +1,8 @@
 """Checkpoints in object stores, through fsspec (an optional dependency). Layer: checkpoint.
 
-Unlike on a local file system, files are written from the first byte to the last, appear complete or not at all, and
-folders are only parts of names, which cannot be renamed. So files go to their final folder at once, and the manifest,
-written last, makes it a checkpoint.
+Unlike on a local file system, files are written from the first byte to the last and appear complete or not at all, and
+folders are only parts of names, which cannot be renamed. So files are written directly to their final folder, and the
+manifest, written last, makes it a checkpoint.
 """
 
 import posixpath
@@ -22,11 +22,10 @@ __all__ = ["RemoteReader", "RemoteStorage"]
 # Other protocols show files that are still being written.
 OBJECT_STORES = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a"})
 
-# A request that fails is sent again, after so many seconds and then twice as many each time. Some clients do that too,
-# for some errors.
+# Seconds to wait before a failed request is sent again. Some clients retry too, for some errors.
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 
-# Errors of requests that were answered.
+# Errors that are answers of the store, so retrying does not help.
 ANSWERS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
 
 Result = TypeVar("Result")
@@ -35,11 +34,11 @@ Result = TypeVar("Result")
 class RemoteStorage:
     """See `LocalStorage`. Paths in it are URLs.
 
-    Credentials, endpoints and the like come from fsspec's own configuration: environment variables such as
-    ``FSSPEC_S3_ENDPOINT_URL``, files in ``~/.config/fsspec``, and what the cloud's own client reads.
+    Credentials and endpoints come from fsspec's own configuration: environment variables such as
+    ``FSSPEC_S3_ENDPOINT_URL``, files in ``~/.config/fsspec``, and the configuration of the cloud's own client.
 
     Args:
-        url: of any folder in it.
+        url: the URL of any folder in it.
 
     Attributes:
         root: `url` without trailing slashes.
@@ -88,14 +87,14 @@ class RemoteStorage:
         return f"{scheme}://{folder}", name
 
     def make_folder(self, folder: str) -> None:
-        """Nothing to do. (It could make a bucket, which a save must not do because of a misspelt name.)"""
+        """Does nothing. (It might create a bucket, which must not happen because of a misspelt name.)"""
 
     def names(self, folder: str) -> list[str]:
         """See `LocalStorage`."""
         return sorted({posixpath.basename(_name_of(entry)) for entry in self._list(folder)})
 
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None if there is none."""
+        """Bytes of a file; None if it does not exist."""
         entry = self._look(path)
         return int(entry["size"]) if entry is not None and _kind_of(entry) == "file" else None
 
@@ -110,7 +109,7 @@ class RemoteStorage:
         return _kind_of(entry) if entry is not None else None
 
     def age(self, path: str) -> float:
-        """See `LocalStorage`; of a file. Zero if the file system does not tell, because the file may be in use."""
+        """See `LocalStorage`; only for files. Zero if the file system does not report it: the file may be in use."""
 
         def modified() -> datetime | None:
             with suppress(NotImplementedError):
@@ -122,10 +121,10 @@ class RemoteStorage:
         return 0.0 if changed is None else time.time() - changed.timestamp()
 
     def upload(self, path: str, content: Callable[[], Iterable[memoryview]]) -> None:
-        """Write a file from the first byte to the last; if a request fails, from the first again.
+        """Write a file from the first byte to the last. If a request fails, start again.
 
         Args:
-            content: begins to give the bytes, at each call.
+            content: returns a new iterator over the bytes in each call.
         """
 
         def upload() -> None:
@@ -147,8 +146,8 @@ class RemoteStorage:
         """See `LocalStorage`.
 
         Args:
-            new: `FileExistsError` if it exists already. If several write it, only one succeeds, if their fsspec package
-                supports that (as those for S3 and Google do).
+            new: raise `FileExistsError` if it exists already. If several processes write it, only one succeeds, if
+                their fsspec package supports that (as those for S3 and Google do).
         """
         if new and _again(lambda: self._created(path, content)):
             return
@@ -160,7 +159,7 @@ class RemoteStorage:
 
     def _created(self, path: str, content: bytes) -> bool:
         """Create a file in one request that fails if the file exists. Returns whether this is supported: old fsspec
-        packages lack the argument, and old stores the condition."""
+        packages lack the argument, and old stores lack the condition."""
         with _errors(path):
             try:
                 self._fs.pipe_file(self._bare(path), content, mode="create")
@@ -194,7 +193,7 @@ class RemoteStorage:
             self._call(path, lambda: self._fs.rm(self._bare(path), recursive=True))
 
     def _list(self, folder: str) -> list[Mapping[str, Any]]:
-        """What is in a folder now, as fsspec describes it."""
+        """The current content of a folder, as fsspec describes it."""
         bare = self._bare(folder)
         try:
             entries = self._call(folder, lambda: self._fs.ls(bare, detail=True))
@@ -204,7 +203,7 @@ class RemoteStorage:
         return [entry for entry in entries if _name_of(entry) != bare.rstrip("/")]
 
     def _look(self, path: str) -> Mapping[str, Any] | None:
-        """A file or folder as fsspec describes it; None if it is not there."""
+        """A file or folder as fsspec describes it; None if it does not exist."""
         try:
             entry: Mapping[str, Any] = self._call(path, lambda: self._fs.info(self._bare(path)))
         except (FileNotFoundError, NotADirectoryError):
@@ -222,7 +221,7 @@ class RemoteStorage:
         return _again(call)
 
     def _bare(self, path: str) -> str:
-        """A path without the protocol, as the file system itself knows it."""
+        """A path without the protocol, as the file system expects it."""
         return str(self._fsspec.core.strip_protocol(path))
 
     @staticmethod
@@ -235,8 +234,8 @@ class RemoteStorage:
 
 
 class RemoteReader:
-    """See `LocalReader`. Every read is a separate request for exactly its bytes. Threads share nothing; nothing is
-    cached or read ahead."""
+    """See `LocalReader`. Every read is a separate request for exactly these bytes. Threads share nothing, and nothing
+    is cached or read ahead."""
 
     chunk = 4 << 20
 
@@ -245,7 +244,7 @@ class RemoteReader:
         self._path = path
         self._bare = bare
         self.size = size
-        self.identity: object = path  # nothing is replaced here, and each save has its own file names
+        self.identity: object = path  # files are never replaced, since each save has its own file names
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """See `LocalReader`."""
@@ -270,7 +269,7 @@ class RemoteReader:
 
 
 def _again(request: Callable[[], Result]) -> Result:
-    """The result of a request. If it fails without an answer it is sent again, a few times."""
+    """The result of a request. If it fails without an answer, it is retried a few times."""
     for wait_s in WAITS_S:
         try:
             return request()

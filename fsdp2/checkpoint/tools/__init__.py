@@ -1,1 +1,1 @@
-"""Tools to describe, check, compare and rewrite checkpoints, in Python and on the command line. Layer: checkpoint."""
+"""Tools to describe, check and convert checkpoints, in Python and on the command line. Layer: checkpoint."""

@@ -1,6 +1,6 @@
 """The command ``python -m fsdp2.checkpoint``. Layer: checkpoint.
 
-Exit codes: 0 success; 1 damaged; 2 invalid arguments, or there is no checkpoint.
+Exit codes: 0 success; 1 damaged; 2 invalid arguments, or no checkpoint was found.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its arguments; None for those of the process.
 
     Returns:
-        the exit code. (With invalid arguments the process exits with 2, as `argparse` does.)
+        The exit code. (With invalid arguments the process exits with 2, as `argparse` does.)
     """
     args = _parser().parse_args(argv)
     try:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _clean(lines: Iterable[str]) -> Iterable[str]:
-    """The lines without control characters: a name in a file may have those of a terminal."""
+    """The lines without control characters: a name in a file may contain terminal escape codes."""
     for line in lines:
         yield "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line) + "\n"
 
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _each(folder: str, work: Callable[[str], Iterable[str]]) -> int:
-    """Print what `work` says of a checkpoint, or of each one of a run."""
+    """Print the lines of `work` for a checkpoint, or for each checkpoint of a run."""
     code = OK
     for one in checkpoints(folder) or [folder]:
         try:

@@ -1,7 +1,7 @@
 """Convert the model of a checkpoint of any format to whole tensors, with Hugging Face's index. Layer: checkpoint.
 
-One process does it, without a GPU. It is a consolidated save of one rank, whose values are read from the old checkpoint
-a chunk at a time, so a tensor larger than a few chunks is never in memory completely.
+One process does this, without a GPU. It is a consolidated save of one rank, whose values are read from the old
+checkpoint in chunks, so a tensor larger than a few chunks is never completely in memory.
 """
 
 import uuid
@@ -46,13 +46,13 @@ def convert(
     overwrite: bool = False,
 ) -> str:
     """Rewrite the model of a checkpoint as whole tensors, with Hugging Face's index, in files of up to
-    ``max_file_bytes``. One process calls this; no process group is needed.
+    ``max_file_bytes``. Call this in one process; no process group is needed.
 
     The values stay bitwise the same (except with `dtype`), and tied names and the step are kept. The result is a
-    checkpoint of the model alone: its optimizer and extra state stay where they are.
+    checkpoint of the model only, without optimizer and extra state. The source is unchanged.
 
     Args:
-        source: any checkpoint that `load` supports; what it has checksums for is checked.
+        source: any checkpoint that `load` supports. Its checksums, if it has any, are checked.
         target: a folder that does not exist yet.
         dtype: convert the floating point tensors to this.
         max_file_bytes: as for `save`.
@@ -63,9 +63,9 @@ def convert(
 
     Raises:
         ArgumentError: an option is invalid.
-        CheckpointError: there is no checkpoint at `source`, or something exists at `target`.
-        CorruptError: the source is damaged. The new folder is removed then (in an object store, files may stay).
-        UnsupportedError: the model has something that cannot be read. `describe` lists it.
+        CheckpointError: `source` is not a checkpoint, or something exists at `target`.
+        CorruptError: the source is damaged. The new folder is removed (in an object store, files may stay).
+        UnsupportedError: the model has something that cannot be read; `describe` lists it.
 
     Example::
 
@@ -94,7 +94,7 @@ def convert(
 
 
 def _rows(catalog: Catalog, to: str | None) -> Rows:
-    """The tensors to write. Checks, before anything is written, that nothing is lost, and that all parts exist."""
+    """The tensors to write. Checks before anything is written that nothing is lost, and that all parts exist."""
     if lost := [f"'{name}' ({why})" for name, why in catalog.left_out.get("model", {}).items()]:
         raise UnsupportedError(
             f"{catalog.path}: convert cannot read {', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}. To have the "
@@ -117,7 +117,7 @@ def _stored_blocks(
     catalog: Catalog, name: str, shape: tuple[int, ...], dtype: str, first: int, last: int
 ) -> Iterator[tuple[memoryview, bool]]:
     """Bytes ``first..last`` of a stored tensor, converted to a dtype, row by row, in blocks, like `blocks_of` for
-    tensors in memory. Any number of threads may call this; `CorruptError` if they are damaged or incomplete."""
+    tensors in memory. Any number of threads may call this. `CorruptError` if the bytes are damaged or incomplete."""
     itemsize = ITEMSIZES[dtype]
     for start in range(first, last, BUFFER_BYTES):
         data = bytearray(min(BUFFER_BYTES, last - start))
@@ -127,5 +127,5 @@ def _stored_blocks(
             catalog.read([Part("model", name, box, out, f"model '{name}'")], num_threads=0)
             filled += box.numel
         for at in range(0, len(data), BLOCK):
-            # A caller that batches writes after each chunk.
+            # False at the end of a chunk, so that a caller that batches writes now, and few chunks are in memory.
             yield memoryview(data)[at : at + BLOCK], at + BLOCK < len(data)

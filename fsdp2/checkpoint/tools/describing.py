@@ -20,7 +20,7 @@ class TensorEntry:
     Attributes:
         section: "model" or "optimizer".
         dtype: its name in safetensors.
-        shape, nbytes: of the whole tensor.
+        shape, nbytes: those of the whole tensor.
         aliases: other names of the same values.
     """
 
@@ -39,8 +39,8 @@ class Description:
     Attributes:
         kind: the format.
         step: as given to `save`; None if unknown.
-        tensors: of all sections.
-        left_out: what the folder has besides `tensors` and this library does not read -> why.
+        tensors: the tensors of all sections.
+        left_out: further content of the folder, which this library does not read -> why.
         id, world, layout: see `manifest.py`; empty (0) for other formats.
         files: bytes of each file, by name; empty for formats that do not list them.
         optimizer: the class of the optimizer; "" if unknown.
@@ -70,10 +70,10 @@ def describe(folder: Folder) -> Description:
     even if files are missing; use `verify` to check them.
 
     Args:
-        folder: of a checkpoint in any format that `load` supports, local or a URL.
+        folder: the folder of a checkpoint in any format that `load` supports, local or a URL.
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        CheckpointError: it is not a checkpoint.
         CorruptError: its manifest, index or metadata is damaged.
 
     Example::

@@ -1,7 +1,7 @@
 """Check a checkpoint completely: read every byte. Layer: checkpoint.
 
-Damage is looked for where a load would find it, with the same code, so that what passes here can be loaded: the
-manifest, the files that it lists, their headers, that all parts of each tensor exist, the checksum of every block.
+This checks what a load would check, with the same code, so that a checkpoint that passes can be loaded: the manifest,
+the files that it lists, their headers, the completeness of each tensor, and the checksum of every block.
 """
 
 from collections.abc import Iterator
@@ -31,10 +31,10 @@ class Report:
 
     Attributes:
         kind: the format.
-        num_tensors: how many were checked.
-        left_out: what this library does not read -> why.
-        checked_bytes: of values that match their checksums.
-        unchecked_bytes: of values without checksums (other formats): they can be read, but may be wrong.
+        num_tensors: the number of tensors checked.
+        left_out: content that this library does not read -> why.
+        checked_bytes: bytes of values that match their checksums.
+        unchecked_bytes: bytes of values without checksums (other formats): readable, but perhaps wrong.
     """
 
     folder: str
@@ -49,12 +49,12 @@ def verify(folder: Folder) -> Report:
     """Read a checkpoint completely, in bounded memory with several threads.
 
     Args:
-        folder: of a checkpoint in any format that `load` supports. Formats without checksums are only read.
+        folder: the folder of a checkpoint in any format that `load` supports. Formats without checksums are only read.
 
     Raises:
         CorruptError: it is damaged; the message names the first file, tensor and bytes that are wrong.
-        CheckpointError: there is no checkpoint.
-        ReplacedError: it was replaced while it was read, in each of several attempts.
+        CheckpointError: it is not a checkpoint.
+        ReplacedError: in each of several attempts it was replaced while it was read.
 
     Example::
 
@@ -78,7 +78,7 @@ def _verified(storage: Storage, path: str) -> Report:
 
 
 def _chunks(catalog: Catalog, report: Report) -> Iterator[tuple[PieceBytes, int, int]]:
-    """(piece, first byte, end) of all that is to be read, which is counted."""
+    """(piece, first byte, end) of everything to read, which is counted in the report."""
     for source in _pieces(catalog):
         report.checked_bytes += source.nbytes * source.verify
         report.unchecked_bytes += source.nbytes * (not source.verify)
@@ -87,7 +87,7 @@ def _chunks(catalog: Catalog, report: Report) -> Iterator[tuple[PieceBytes, int,
 
 
 def _pieces(catalog: Catalog) -> Iterator[PieceBytes]:
-    """All parts of all tensors, also of the extra state."""
+    """All parts of all tensors, including the extra state."""
     for section, infos in catalog.tensors.items():
         for name, info in infos.items():
             for piece in catalog.covering(section, name, whole(info.shape)):
@@ -100,7 +100,7 @@ def _pieces(catalog: Catalog) -> Iterator[PieceBytes]:
 
 
 def _read(files: OpenFiles, chunk: tuple[PieceBytes, int, int]) -> None:
-    """Read some bytes (from first to end) of a piece as a load reads them."""
+    """Read some bytes (first to end) of a piece as a load does."""
     source, first, end = chunk
     with files.use(source.piece.path) as reader:
         source.read(reader, first, bytes_of(files.buffers.get(end - first, torch.device("cpu"))))
