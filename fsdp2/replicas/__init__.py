@@ -1,7 +1,7 @@
-"""Replicas that die and rejoin: jobs of their own, each with a whole model over its ranks, that average gradients.
+"""Replicas that die and rejoin: separate jobs, each with a whole model over its ranks, that average gradients.
 
-`Replicas` stands in the training loop, a manager decides who takes part in a step: `ReplicaManager`, or torchft's. See
-docs/unequal.md.
+`Replicas` is used in the training loop. A manager, `ReplicaManager` or torchft's, decides which replicas take part in a
+step. See docs/unequal.md.
 """
 
 from fsdp2.replicas.manager import ReplicaManager

@@ -1,4 +1,4 @@
-"""The command: ``python -m fsdp2.replicas --port 29400``: the store through which replicas meet. It outlives them.
+"""The command ``python -m fsdp2.replicas --port 29400``: the store through which replicas meet, which outlives them.
 Layer: replicas."""
 
 import argparse
@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until the process is ended."""
+    """Serve until the process is killed."""
     parser = argparse.ArgumentParser("python -m fsdp2.replicas", description="The store through which replicas meet.")
     parser.add_argument("--host", default="0.0.0.0", help="the address to listen on (default: all)")
     parser.add_argument("--port", type=int, default=29400, help="default 29400; 0 for a free one")

@@ -1,12 +1,13 @@
-"""`ReplicaManager`: decides who takes part in a step, reduces over them, and heals who is behind. Layer: replicas.
+"""`ReplicaManager`: decides which replicas take part in a step, reduces over them, and heals those that are behind.
+Layer: replicas.
 
-Its methods are those of ``torchft.Manager`` that `Replicas` calls. On each rank, in one step::
+It has the methods of ``torchft.Manager`` that `Replicas` calls. On each rank, in one step::
 
-    start_quorum     a thread: rank 0 joins the next round, the others are told of it. If other
-                     replicas take part than before, each rank makes a process group of the same ranks of them
-                     all. Those behind begin to fetch state
+    start_quorum     in a thread: rank 0 joins the next round, and the other ranks follow. If the set of replicas has
+                     changed, each rank makes a process group with the same rank of all replicas. Replicas that are
+                     behind start to fetch state
     allreduce        waits for the thread; an error is kept, and later calls do nothing
-    should_commit    all ranks of the replica tell each other whether they are well; those behind take what they fetched
+    should_commit    all ranks of the replica exchange whether they have failed; those behind load the fetched state
 """
 
 import atexit
@@ -33,24 +34,25 @@ _log = logging.getLogger("fsdp2")
 
 
 class ReplicaManager:
-    """Who takes part in a step of `Replicas`, and what they do together. Collective: each rank of a replica makes one.
+    """Coordinates the replicas of `Replicas`: which take part in a step, and their reductions. Collective: each rank of
+    a replica must create one.
 
-    Replicas meet in a store that outlives them: ``python -m fsdp2.replicas --port 29400`` on any machine. Their
-    reductions are gloo's, in process groups that torch does not know.
+    Replicas meet in a store that outlives them: ``python -m fsdp2.replicas --port 29400`` on any machine. They reduce
+    with gloo, in process groups that are not registered with torch.
 
     Args:
         address: ``host:port`` of the store.
-        patience: seconds without a sign of life after which the others take a rank for dead. Its replica may come back.
-        timeout: seconds that a reduction over replicas, or a transfer of state, may take.
-        min_replicas: with fewer, nobody makes a step.
-        init_sync: replicas that have made no step take the parameters of one of them, so they need not begin alike.
+        patience: seconds without a heartbeat after which a rank counts as dead. Its replica may come back.
+        timeout: the most seconds that a reduction over replicas, or a transfer of state, may take.
+        min_replicas: with fewer replicas, none makes a step.
+        init_sync: before the first step all replicas take the parameters of one of them, so they may start different.
 
     Attributes:
-        kind: what this replica trains. `Replicas` sets it; those that differ do not train together.
+        kind: what this replica trains, set by `Replicas`. Replicas of different kinds do not train together.
 
     Raises:
-        ArgumentError: `address` is not of that form, or there is no process group.
-        CollectiveError: no store answers there.
+        ArgumentError: `address` is not of that form, or the default process group is missing.
+        CollectiveError: no store answers at the address.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class ReplicaManager:
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
-        """Functions that take and give what a replica needs to heal."""
+        """Register functions that load and return the state that a replica needs to heal."""
         self._functions[key] = load_state_dict, state_dict
 
     def start_quorum(self) -> None:
@@ -105,11 +107,11 @@ class ReplicaManager:
         self._quorum = _in_background(self._meet)
 
     def wait_quorum(self) -> None:
-        """Wait until it is known who takes part."""
+        """Wait until the participants are known."""
         self._quorum.result()
 
     def allreduce(self, tensor: torch.Tensor, *, reduce_op: Any = dist.ReduceOp.SUM) -> "_Done":
-        """Sum `tensor` over those who take part, in their order. It raises nothing: see `report_error`."""
+        """Sum `tensor` over the participants, in their order. Errors are not raised but kept; see `report_error`."""
         if reduce_op != dist.ReduceOp.SUM:
             raise ArgumentError(f"ReplicaManager.allreduce: expected reduce_op=SUM, got {reduce_op}")
         if self._error is None:
@@ -124,18 +126,18 @@ class ReplicaManager:
         return _Done()
 
     def report_error(self, error: Exception) -> None:
-        """Something failed: nobody in this replica will commit the step."""
+        """Record an error, so that no rank of this replica commits the step."""
         if self._error is None:
             self._error = error
-            self._peers = None  # which ends the waits of the others
+            self._peers = None  # ends the waits of the others
 
     def errored(self) -> Exception | None:
-        """What failed in this step."""
+        """The error of this step, if any."""
         return self._error
 
     def should_commit(self) -> bool:
-        """End a step: whether to step the optimizer, which all ranks of a replica do or none. Raises FSDPError if this
-        rank cannot go on, such as without the store."""
+        """End a step. Returns whether to step the optimizer; the same on all ranks of a replica. Raises FSDPError if
+        this rank cannot continue, for example without the store."""
         staged = lost = None
         try:
             try:
@@ -219,12 +221,12 @@ class ReplicaManager:
         return self._place.batches
 
     def num_participants(self) -> int:
-        """How many replicas contribute to this step."""
+        """The number of replicas that contribute to this step."""
         self.wait_quorum()
         return len(self._round.healthy(self._init_sync))
 
     def participating_rank(self) -> int | None:
-        """The number of this replica among those; None while it heals."""
+        """The index of this replica among the contributing ones; None while it heals."""
         self.wait_quorum()
         healthy = self._round.healthy(self._init_sync)
         return healthy.index(self._name) if self._name in healthy else None
@@ -234,11 +236,11 @@ class ReplicaManager:
         return self.participating_rank() is not None
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint needs, so that replicas which resume from it know how far they are."""
+        """The progress to save in a checkpoint, for replicas that resume from it."""
         return {"step": self._place.step, "batches_committed": self._place.batches}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Continue from where `state_dict` was taken."""
         self._place.step, self._place.batches = state_dict["step"], state_dict["batches_committed"]
 
     def shutdown(self) -> None:
@@ -253,7 +255,7 @@ class ReplicaManager:
 
 
 class _Place:
-    """How far this replica is: see `Member`. `count`: the steps that it has begun."""
+    """The progress of this replica; see `Member`. `count`: the number of steps that it has begun."""
 
     def __init__(self) -> None:
         self.step = self.since = self.batches = self.count = 0
@@ -261,14 +263,14 @@ class _Place:
 
 
 class _Done:
-    """Work that is done."""
+    """A `Work` that is complete."""
 
     def wait(self) -> bool:
         return True
 
 
 def _in_background(function: Callable[[], Any]) -> Future[Any]:
-    """In a thread that does not keep the process alive."""
+    """Run a function in a daemon thread."""
     future = Future[Any]()
 
     def run() -> None:

@@ -1,13 +1,13 @@
-"""`Rounds`: who takes part in a step. Layer: replicas.
+"""`Rounds`: which replicas take part in a step. Layer: replicas.
 
-All replicas share a store, in which one value is the last round, and only who knows it can replace it::
+All replicas share a store, in which one value is the last round, replaced by compare-and-set::
 
     round      {"number": 7, "members": [A, B]}     until one replica replaces it by number 8
-    here/8     A, C                                 who has come to round 8 so far
-    beat/B/0   "41"                                 rank 0 of B lives: the number grows
+    here/8     A, C                                 the replicas that have arrived for round 8
+    beat/B/0   "41"                                 rank 0 of B is alive: the number grows
 
-One that sees that all members of the last round are here, or that the missing ones are dead, proposes the next. The
-first proposal is everybody's. One who comes too late, or is new, is in the round after.
+A replica that sees that all members of the last round are here, or that the missing ones are dead, proposes the next
+round. The first proposal counts for all. A replica that is late or new is in the round after.
 """
 
 import json
@@ -30,7 +30,7 @@ class Member(NamedTuple):
     """A replica in a round.
 
     Attributes:
-        step, since: how far it has come, and in which round. The later of two rounds that ended the same step counts.
+        step, since: its number of steps, and the round that ended the last one. For equal steps the later round counts.
         is_well: its last reduction succeeded.
         kind: what it trains, and on how many ranks.
     """
@@ -43,12 +43,12 @@ class Member(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Who takes part.
+    """The replicas that take part in a step.
 
     Attributes:
-        number: from 1 on.
+        number: counted from 1.
         made: the round in which the members made their process groups; they keep these until one fails.
-        proposer: who has written it.
+        proposer: the replica that has written it.
     """
 
     number: int = 0
@@ -58,11 +58,11 @@ class Round(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Of its members, in the order of the ranks in process groups."""
+        """The names of its members, in rank order of their process groups."""
         return [member.name for member in self.members]
 
     def healthy(self, is_first_alone: bool) -> list[str]:
-        """Those who are the farthest. `is_first_alone`: where nobody has made a step, that is one."""
+        """The members with the most steps. `is_first_alone`: before the first step, only the first member."""
         farthest = max(member[1:3] for member in self.members)
         found = [member.name for member in self.members if member[1:3] == farthest]
         return found[:1] if is_first_alone and farthest == (0, 0) else found
@@ -80,10 +80,10 @@ def open_store(address: str, timeout: timedelta) -> Any:
 
 
 class Beat:
-    """A thread that says that this process lives.
+    """A thread that sends heartbeats of this process.
 
     Args:
-        store: a client of its own.
+        store: a client for this thread only.
     """
 
     def __init__(self, store: Any, key: str, every_s: float):
@@ -95,13 +95,13 @@ class Beat:
 
     def _run(self) -> None:
         number = 0
-        with suppress(RuntimeError):  # the store is gone, which the next round says
+        with suppress(RuntimeError):  # the store is gone, which the next round reports
             while not self._stop.wait(self._every_s):
                 number += 1
                 self._store.set(self._key, str(number))
 
     def end(self) -> None:
-        """The process leaves: nobody need wait for it."""
+        """The process leaves, so that others need not wait for it."""
         self._stop.set()
         self._thread.join(10.0)
         with suppress(RuntimeError):
@@ -109,13 +109,13 @@ class Beat:
 
 
 class Rounds:
-    """The rounds, seen by one rank of one replica.
+    """The rounds, from the view of one rank of one replica.
 
     Args:
-        name: of the replica; no other one, and no earlier one, has it.
-        num_ranks: of each replica.
-        patience_s: a rank that has not said for so long that it lives is dead.
-        timeout_s: how long the members of the last round wait for one that lives.
+        name: the replica's name, never used by another or an earlier one.
+        num_ranks: the number of ranks of each replica.
+        patience_s: a rank without a heartbeat for this long is dead.
+        timeout_s: how long the members of the last round wait for one that is alive.
 
     Attributes:
         store: this thread's client.
@@ -127,16 +127,16 @@ class Rounds:
         self.stopped = threading.Event()
         self._name, self._num_ranks, self._min_replicas = name, num_ranks, min_replicas
         self._patience_s, self._timeout_s = patience_s, timeout_s
-        self._number = 0  # of the last round that this replica was in
+        self._number = 0  # the last round that this replica was in
         self._beats: dict[str, tuple[list[bytes], float]] = {}
         store.compare_set("round", "", json.dumps(Round()))
 
     def current(self) -> Round:
-        """The last round that was decided."""
+        """The last decided round."""
         return _parse(bytes(self.store.get("round")).decode())
 
     def follow(self, count: int) -> Round:
-        """On ranks other than 0: what `join` returned there, at its call number `count`."""
+        """On ranks other than 0: the result of call number `count` of `join` on rank 0."""
         self.store.wait([f"in/{self._name}/{count}"], _FOREVER)
         text = bytes(self.store.get(f"in/{self._name}/{count}")).decode()
         if not text.startswith("["):
@@ -144,8 +144,8 @@ class Rounds:
         return _parse(text)
 
     def join(self, count: int, me: Member) -> Round:
-        """On rank 0: take part in the next round. Returns it once it is decided. Raises MismatchError, on all ranks, if
-        the others train something else."""
+        """On rank 0: take part in the next round. Returns it once it is decided. Raises `MismatchError`, on all ranks,
+        if the other replicas train something else."""
         last = self.current()
         while last.number <= self._number or me.name not in last.names:
             if why := self._differs(last, me):
@@ -158,7 +158,7 @@ class Rounds:
         return last
 
     def _differs(self, last: Round, me: Member) -> str:
-        """What to say if those who live train something else."""
+        """The error message if live replicas train something else, or ""."""
         start = time.monotonic()
         while last.members and last.members[0].kind != me.kind and not all(map(self._is_dead, last.names)):
             if self.current() != last or time.monotonic() - start > 2 * self._patience_s:
@@ -190,7 +190,7 @@ class Rounds:
         if len(here) < self._min_replicas:
             return False
         missing = [name for name in last.names if name not in here]
-        if len(missing) == len(last.names):  # those who have trained so far may be in a long step
+        if len(missing) == len(last.names):  # the previous members may be in a long step
             return waited_s > self._patience_s and all(map(self._is_dead, missing))
         dead = [self._is_dead(name) for name in missing]
         return all(dead) or (self._name in last.names and waited_s > self._timeout_s)

@@ -1,12 +1,12 @@
-"""State on its way from a living replica to one that heals: rank s to rank s, over a socket. Layer: replicas.
+"""Sends state from a live replica to one that heals: rank s to rank s, over a socket. Layer: replicas.
 
-Asked for a round's number, a `Server` sends what its replica has in it, straight from the memory of the shards::
+Given a round's number, a `Server` sends the state of its replica in that round, directly from the shards' memory::
 
-    asked     number                                    8 bytes
+    request   number                                    8 bytes
     answer    length | header | bytes of each tensor    the header is JSON: the tree, dtypes and shapes
 
-It answers while forward and backward run, which change no shard. `Server.close` comes before the optimizer's step.
-Nothing that was received is executed.
+It answers while forward and backward run, which do not change shards. `Server.close` must come before the optimizer's
+step. No received data is executed.
 """
 
 import json
@@ -26,14 +26,14 @@ _LENGTH = struct.Struct("!q")
 
 
 class Local(NamedTuple):
-    """The local tensor of a DTensor that has this shape."""
+    """The local tensor of a DTensor with this global shape."""
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
 
 
 def pack(tree: Any) -> tuple[str, list[torch.Tensor]]:
-    """A tree of dicts, lists, tuples, tensors, `Local` and what JSON has, as text and tensors."""
+    """A tree of dicts, lists, tuples, tensors, `Local` and JSON values, as text and tensors."""
     tensors: list[torch.Tensor] = []
 
     def node(value: Any, path: str) -> Any:
@@ -95,13 +95,13 @@ class Server:
         threading.Thread(target=self._listen, name="fsdp2-replica-server", daemon=True).start()
 
     def open(self, number: int, state: Callable[[], Any], num_due: int) -> None:
-        """From now on answer those who are in round `number`, of whom `num_due` will ask."""
+        """From now on answer requests for round `number`; `num_due` replicas will ask."""
         with self._changed:
             self._number, self._state, self._num_due = number, state, num_due
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wait until all have what they asked for, or end their transfers: the shards will change."""
+        """Wait until all requests are answered, or end the transfers, because the shards will change."""
         with self._changed:
             self._changed.wait_for(lambda: not self._active and self._num_due <= 0, self._timeout_s)
             self._state = None
@@ -111,17 +111,17 @@ class Server:
             self._changed.wait_for(lambda: not self._active)
 
     def end(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         self._socket.close()
 
     def _listen(self) -> None:
-        with suppress(OSError):  # it was closed
+        with suppress(OSError):  # the socket was closed
             while True:
                 connection, _ = self._socket.accept()
                 threading.Thread(target=self._answer, args=[connection], daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):  # the other one dies, or is too slow
+        with connection, suppress(OSError):  # the other replica died, or is too slow
             connection.settimeout(self._timeout_s)
             (number,) = _LENGTH.unpack(_received(connection, _LENGTH.size))
             with self._changed:
@@ -151,7 +151,7 @@ def _send(connection: socket.socket, tree: Any) -> None:
 
 
 def fetch(address: str, number: int, timeout_s: float) -> tuple[str, list[torch.Tensor]]:
-    """What the server at `address` has in round `number`, for `unpack`."""
+    """The state of the server at `address` in round `number`, for `unpack`."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout_s) as connection:
         connection.sendall(_LENGTH.pack(number))

@@ -1,4 +1,4 @@
-"""`Replicas`: what stands in the training loop. Layer: replicas."""
+"""`Replicas`: the calls in the training loop. Layer: replicas."""
 
 import hashlib
 from collections import defaultdict
@@ -20,20 +20,20 @@ from fsdp2.runtime.root import units_below
 
 
 class Replicas:
-    """Replicas of a sharded model that die and rejoin. Each is a job of its own, with its own process groups; in a step
-    those that live average their gradients, and one that is behind takes the state of another.
+    """Replicas of a sharded model that die and rejoin. Each is a separate job with its own process groups. In a step
+    the live replicas average their gradients, and one that is behind takes the state of another.
 
     Args:
         model: a module in which `fully_shard` was called.
-        optimizer: of torch, or from `local_optimizer`.
+        optimizer: one of torch, or from `local_optimizer`.
         manager: a `ReplicaManager`, or a ``torchft.Manager``.
-        extra: by name, what else a replica must know to rejoin: objects with ``state_dict()`` and ``load_state_dict()``
-            such as schedulers and samplers, with small values that are the same in all replicas.
+        extra: by name, what else a replica needs to rejoin: objects with ``state_dict()`` and ``load_state_dict()``
+            such as schedulers and samplers, with small values that are equal in all replicas.
 
     Raises:
         ArgumentError: nothing in `model` is sharded, or a unit has an all-reduce hook already.
-        UnsupportedError: `step_in_backward`, an optimizer that keeps its state elsewhere, or a trained parameter that
-            is not sharded, whose gradient nobody reduces.
+        UnsupportedError: `step_in_backward`, an optimizer that keeps its state elsewhere, or a trainable parameter that
+            is not sharded, so that its gradient would not be reduced.
 
     Example::
 
@@ -61,7 +61,7 @@ class Replicas:
         managed = [param for unit in self._units for param in unit.params]
         self._managed = {names.get(id(param.sharded), param.fqn): param for param in managed}
         self._extra = dict(extra or {})
-        self._told: dict[str, Any] = {}  # what these said when the step began
+        self._told: dict[str, Any] = {}  # their state dicts when the step began
         self._weight = 1.0
         self._share: float | None = None  # known from the first reduction of a step on
         self._is_open = False
@@ -91,20 +91,20 @@ class Replicas:
 
     @property
     def step(self) -> int:
-        """The number of steps that were committed, of all replicas."""
+        """The number of committed steps, counted over all replicas."""
         return int(self._manager.current_step())
 
     @property
     def saves(self) -> bool:
-        """Whether this replica is the one that writes checkpoints after this step. The same on all its ranks."""
+        """Whether this replica should write checkpoints after this step. The same on all its ranks."""
         return self._manager.participating_rank() == 0 and bool(self._manager.is_participating())
 
     def begin(self, weight: float = 1.0) -> None:
-        """Begin a step, before its first forward. If the last one was not ended by `commit`, it is not committed.
+        """Begin a step, before its first forward. A previous step without `commit` is not committed.
 
         Args:
-            weight: how much this replica's gradients count, such as the number of its tokens. They are divided by the
-                sum of all weights. The same on all ranks of the replica.
+            weight: the weight of this replica's gradients, such as its number of tokens; equal on all its ranks. The
+                sum of gradients is divided by the sum of all weights.
         """
         if self._is_open:
             self._manager.report_error(OrderError("Replicas: begin() before commit() of the last step"))
@@ -114,11 +114,11 @@ class Replicas:
         self._manager.start_quorum()
 
     def commit(self) -> bool:
-        """End a step, after its last backward and before clipping: whether to step the optimizer. If not, the gradients
-        are of no use: the step is lost, on all ranks of this replica.
+        """End a step, after its last backward and before clipping. Returns whether to step the optimizer. If not, drop
+        the gradients: the step is lost, on all ranks of this replica.
 
         Raises:
-            OrderError: there is no `begin` before it.
+            OrderError: `begin` was not called before.
             MismatchError: the other replicas train something else.
             CollectiveError: the store in which replicas meet is gone.
         """
@@ -145,7 +145,7 @@ class Replicas:
             else:
                 flat.zero_()
             self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()
-        except Exception as error:  # backward goes on: other ranks of this replica wait for this one
+        except Exception as error:  # backward continues, because other ranks of this replica wait for this one
             self._manager.report_error(error)
 
     # --- state --------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Replicas:
         return found
 
     def _save(self) -> dict[str, Any]:
-        """Called by another thread, while forward or backward may run."""
+        """Called in another thread, while forward or backward may run."""
         groups = self._optimizer.param_groups
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         params = [param for group in groups for param in group["params"]]

@@ -1,7 +1,7 @@
-"""The weights of a model on their way to others: inference engines, other jobs, other values in the same shards.
+"""Publishes the weights of a model to inference engines and other jobs.
 
-A trainer's ranks hold shards, an engine wants whole tensors, or its own slices, under other names and in another dtype.
-`weights` makes a plan of that, without communication. See docs/weights.md.
+A trainer's ranks hold shards. An engine needs whole tensors, or its own slices, under other names and in another dtype.
+`weights` plans this without communication. See docs/weights.md.
 """
 
 from fsdp2.transfer.boxes import Part, Place, Wanted

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft, merged on the way: what is published is what `merge_and_unload` would make. Layer: transfer.
+"""LoRA adapters of peft, merged when weights are published, as `merge_and_unload` would merge them. Layer: transfer.
 
 On 2 ranks, a linear layer with an adapter of rank r::
 
@@ -25,9 +25,9 @@ def adapters_of(model: nn.Module, clean_name: Callable[[str], str]) -> "Adapters
     """The adapters of a model; None if it has none.
 
     Raises:
-        UnsupportedError: one that is not LoRA, or a variant of it that does more than add a product of two matrices.
+        UnsupportedError: an adapter is not LoRA, or is a variant that does more than add a product of two matrices.
     """
-    tuners = sys.modules.get("peft.tuners.tuners_utils")  # not imported: then there are no adapters
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # if it is not imported, the model has no adapters
     if tuners is None:
         return None
     modules = {clean_name(name): module for name, module in model.named_modules()}
@@ -39,15 +39,15 @@ class Adapters:
     """The adapters of a model.
 
     Attributes:
-        model: the one to which peft was applied.
+        model: the model to which peft was applied.
     """
 
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], layers: Mapping[str, Any]):
         peft: Any = sys.modules["peft"]
         self.model: nn.Module = model.get_base_model() if isinstance(model, peft.PeftModel) else model
         self._prefix = next(name + "." for name, module in modules.items() if module is self.model).lstrip(".")
-        self._skipped: dict[str, str] = {}  # by the name of a module: which attribute is not part of names
-        self._own: dict[str, set[str]] = {}  # and which attributes the merged model lacks
+        self._skipped: dict[str, str] = {}  # by a module's name: the attribute that is left out of names
+        self._own: dict[str, set[str]] = {}  # by a module's name: the attributes that the merged model lacks
         for name, module in modules.items():
             if isinstance(module, sys.modules["peft.utils.other"].AuxiliaryTrainingWrapper):
                 self._replace(name, module)
@@ -61,7 +61,7 @@ class Adapters:
                 self._layers.setdefault(weight, []).append((name, layer))
 
     def _replace(self, name: str, module: Any) -> None:
-        """A module that is trained in place of its original."""
+        """Register a module that is trained instead of its original."""
         if "modules_to_save" not in module.adapter_layer_names:
             raise UnsupportedError(f"weights: '{name}' is a {type(module).__name__} of peft, which is not merged here")
         others = {*module.modules_to_save}
@@ -73,7 +73,7 @@ class Adapters:
             self._skipped[f"{name}.modules_to_save"], self._own[f"{name}.modules_to_save"] = active, others - {active}
 
     def name_of(self, name: str) -> str:
-        """The name of a tensor in the merged model; "" for one that it lacks."""
+        """The name of a tensor in the merged model; "" if the merged model lacks it."""
         parts, kept = name.split("."), []
         for index, part in enumerate(parts):
             path = ".".join(parts[:index])
@@ -84,20 +84,20 @@ class Adapters:
         return ".".join(kept).removeprefix(self._prefix)
 
     def is_needed(self, name: str) -> bool:
-        """Whether merging needs the tensor, which is one of an adapter."""
+        """Whether the tensor belongs to an adapter and is needed for merging."""
         layers = (layer for found in self._layers.values() for layer, _ in found)
         return not self.name_of(name) and any(name.startswith(f"{layer}.") for layer in layers)
 
     def renamed(self, entries: "Mapping[str, Entry]") -> "dict[str, Entry]":
-        """Those of the merged model, by the names there."""
+        """The entries of the merged model, by their names there."""
         names = {name: self.name_of(name) for name in entries}
         return {new: entries[name]._replace(name=new) for name, new in names.items() if new}
 
     def deltas(self, name: str, dtype: torch.dtype, whole: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """What is added to a weight, one after the other.
+        """The tensors to add to a weight, in this order.
 
         Args:
-            dtype: of the weight.
+            dtype: the dtype of the weight.
             whole: the tensors of the adapters.
         """
         found = []
@@ -126,7 +126,7 @@ def _check(name: str, layer: Any) -> None:
 
 
 def _with_tensors(module: nn.Module, path: str, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The module with these in place of its parameters; what is not among them is the module's own."""
+    """The module with these tensors instead of its parameters; it keeps parameters that are not among them."""
     found = object.__new__(type(module))
     own, below = vars(module)["_parameters"], vars(module)["_modules"]
     vars(found).update(vars(module))

@@ -1,4 +1,4 @@
-"""Parts of tensors: what each rank holds, and what of it a consumer wants. No communication. Layer: transfer."""
+"""Parts of tensors: those that each rank holds, and those that consumers want. No communication. Layer: transfer."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -11,12 +11,12 @@ from fsdp2.transfer.items import Item
 
 
 class Place(NamedTuple):
-    """What a rank holds of a tensor: the elements ``start[d] <= index[d] < start[d] + local_shape[d]`` of the whole.
+    """A rank's part of a tensor: the elements ``start[d] <= index[d] < start[d] + local_shape[d]`` of the whole.
 
     Attributes:
-        shape: of the whole tensor.
-        rank: the global rank that holds it.
-        is_primary: it is the first of the ranks that hold the same, so it alone need send it.
+        shape: the shape of the whole tensor.
+        rank: the global rank that holds the part.
+        is_primary: this is the first of the ranks that hold the same part, so only it need send.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A slice of a whole tensor that a consumer wants. `consumer`: who, as the caller counts them."""
+    """A slice of a whole tensor that a consumer wants. `consumer`: its number, chosen by the caller."""
 
     name: str
     consumer: int
@@ -42,8 +42,8 @@ class Part(NamedTuple):
 
     Attributes:
         start: where it begins in the wanted slice.
-        tensor: the values, a view of this rank's shard where that has the dtype.
-        wanted: which of the wanted slices, by its index.
+        tensor: the values; a view of this rank's shard if that has the dtype.
+        wanted: the index of the wanted slice.
     """
 
     name: str
@@ -66,14 +66,15 @@ def boxes_of(items: Iterable[Item], rank: int) -> list[Place]:
 
 
 def box_of(wanted: Wanted) -> Box:
-    """Its box in the whole tensor."""
+    """The box of a wanted slice in the whole tensor."""
     return Box(tuple(wanted.start), tuple(wanted.shape))
 
 
 def parts_for(
     wanted: Sequence[Wanted], items: Mapping[str, Item], rank: int
 ) -> Iterator[tuple[Wanted, int, int, Box, Box]]:
-    """What `rank` sends: the wanted slice, its index, which piece, the box that the rank holds, and the common part."""
+    """What `rank` sends: the wanted slice, its index, the piece's index, the box that the rank holds, and the common
+    part."""
     for index, each in enumerate(wanted):
         item, box = items[each.name], box_of(each)
         shape = item.meta.shape

@@ -1,4 +1,4 @@
-"""`Pass`: whole tensors in buckets, gathered straight from the shards. Layer: transfer.
+"""`Pass`: whole tensors in buckets, gathered directly from the shards. Layer: transfer.
 
 On 2 ranks, a bucket with a weight ``[w0|w1]``, a bias ``[b0|b1]`` and a buffer ``s`` that all ranks have::
 
@@ -6,8 +6,8 @@ On 2 ranks, a bucket with a weight ``[w0|w1]``, a bias ``[b0|b1]`` and a buffer 
     received  [head w0 b0 | head w1 b1]                             one collective
     bucket    [w0 w1 | b0 b1 | s]                                   one flat buffer, tensors at aligned offsets
 
-The head says which pass and bucket it is, and whether the rank goes on. A rank that leaves a pass sends heads alone, as
-often as others have asked for its parts, so that they get an error and not a wait without end.
+The head contains the numbers of pass and bucket, and whether the rank leaves the pass. A rank that leaves sends only
+heads, as often as others have requested its parts, so that they get an error instead of waiting forever.
 """
 
 from collections import deque
@@ -24,12 +24,12 @@ from fsdp2.transfer.items import Item
 from fsdp2.transfer.local import Local
 from fsdp2.transfer.route import Flight, Route, aligned
 
-MIN_PART = 1 << 12  # elements of a part of a large tensor, so that tiny buckets do not make many collectives
-HEAD = 32  # four int64: pass, bucket, whether the rank leaves, and one that is free
+MIN_PART = 1 << 12  # elements of a part of a large tensor; limits the number of collectives with tiny buckets
+HEAD = 32  # four int64: pass, bucket, whether the rank leaves, and one unused
 
 
 class Placed(NamedTuple):
-    """Where a tensor is in a bucket. `offset`: in bytes."""
+    """A tensor's place in a bucket. `offset`: in bytes."""
 
     name: str
     dtype: torch.dtype
@@ -38,10 +38,10 @@ class Placed(NamedTuple):
 
 
 class Bucket:
-    """Several whole tensors in one flat buffer. It is valid until the next one is asked for.
+    """Several whole tensors in one flat buffer. Valid until the next bucket is requested.
 
     Attributes:
-        flat: the buffer, 1-D, bytes; empty on ranks that get nothing (`to="first"`).
+        flat: the buffer, 1-D, bytes; empty on ranks that receive nothing (`to="first"`).
         tensors: (name, dtype, shape, offset in bytes) of each.
     """
 
@@ -67,11 +67,11 @@ def view_of(flat: torch.Tensor, offset: int, dtype: torch.dtype, shape: Sequence
 
 
 class _Part(NamedTuple):
-    """What a rank sends of an item: `box`, in the published tensor, out of `own`, which it has of this piece.
+    """A part of an item that a rank sends: `box` in the published tensor, within `own`, the rank's part of the piece.
 
     Attributes:
-        number: of the item.
-        at: where it begins in what the rank sends.
+        number, piece: the index of the item, and of its piece.
+        at: where it begins in the bytes that the rank sends.
     """
 
     number: int
@@ -82,13 +82,13 @@ class _Part(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """A bucket before it is sent, or a part of one that has a tensor alone, which is larger.
+    """A bucket to send, or a part of a bucket that has a single, larger tensor.
 
     Attributes:
-        indices: of its items.
-        parts: of each rank.
-        sizes: what each rank sends, in bytes; empty if nobody sends.
-        is_last: of its bucket.
+        indices: the indices of its items.
+        parts: the parts of each rank.
+        sizes: the bytes that each rank sends; empty if none does.
+        is_last: whether it is the last part of its bucket.
     """
 
     number: int
@@ -101,7 +101,7 @@ class _Plan(NamedTuple):
 
 
 def plan_buckets(items: Sequence[Item], ranks: tuple[int, ...], bucket_bytes: int) -> Iterator[_Plan]:
-    """The same on all ranks."""
+    """The plans of all buckets; the same on all ranks."""
     number, start, total = 0, 0, 0
     for index, item in enumerate((*items, None)):
         if index > start and (item is None or total + item.nbytes > bucket_bytes):
@@ -113,7 +113,7 @@ def plan_buckets(items: Sequence[Item], ranks: tuple[int, ...], bucket_bytes: in
 def _plans(
     number: int, items: Sequence[Item], indices: range, ranks: tuple[int, ...], bucket_bytes: int
 ) -> Iterator[_Plan]:
-    """One, or several whose parts have `bucket_bytes` together at most."""
+    """One plan, or several whose parts have at most `bucket_bytes` together."""
     tensors, end = [], 0
     trips: list[tuple[list[list[_Part]], list[int]]] = []
     for index in indices:
@@ -142,10 +142,10 @@ class Pass:
 
     Args:
         local: what this rank holds.
-        version: of the pass.
+        version: the number of the pass.
 
     Attributes:
-        checksum: of what has arrived so far.
+        checksum: the checksum of everything that has arrived.
     """
 
     def __init__(self, items: Sequence[Item], local: Local, route: Route, version: int):
@@ -166,7 +166,7 @@ class Pass:
         flights: deque[_Sent] = deque()
         is_here = not first_only or (self._route.me == 0 and self._route.has_first)
         nbytes = max((plan.nbytes for plan in plans), default=0) if is_here else 0
-        flat = torch.zeros(nbytes, dtype=torch.uint8, device=self._route.device)  # also what lies between tensors
+        flat = torch.zeros(nbytes, dtype=torch.uint8, device=self._route.device)  # zeros between tensors too
         is_over = False
         try:
             for plan in plans:
@@ -188,7 +188,7 @@ class Pass:
             self._end(flights, todo if first_only else iter(()), first_only)
             raise OrderError(str(left)) from None
         finally:
-            if not is_over:  # the consumer of this rank has raised, or stops
+            if not is_over:  # this rank's consumer has raised or stopped
                 self._end(flights, todo if first_only else islice(todo, lookahead), first_only)
 
     def _send(self, flights: "deque[_Sent]", plans: Iterable[_Plan], first_only: bool) -> None:
@@ -197,7 +197,7 @@ class Pass:
 
     @torch.no_grad()
     def _start(self, plan: _Plan, first_only: bool, leaves: bool = False) -> Flight:
-        """Send this rank's parts of a bucket, and ask for those of the others."""
+        """Start to send this rank's parts of a bucket, and to receive those of the others."""
         flight = self._route.flight(plan.sizes, first_only)
         flight.own[:HEAD].view(torch.int64).copy_(torch.tensor([self._version, plan.number, leaves, 0]))
         into, of = [], []
@@ -209,7 +209,7 @@ class Pass:
 
     @torch.no_grad()
     def _arrive(self, sent: "_Sent", flat: torch.Tensor) -> None:
-        """Wait for a bucket, and put its tensors together."""
+        """Wait for a bucket, and assemble its tensors."""
         plan, flight = sent
         flight.wait(f"weights: bucket {plan.number} ('{plan.tensors[0].name}' to '{plan.tensors[-1].name}')")
         if not flight.rows:
@@ -238,7 +238,7 @@ class Pass:
 
     @torch.no_grad()
     def _copy_own(self, plan: _Plan, flat: torch.Tensor) -> None:
-        """The tensors that this rank has whole."""
+        """Copy the tensors that this rank has whole."""
         into, of = [], []
         for index, placed in zip(plan.indices, plan.tensors, strict=True):
             item = self._items[index]
@@ -250,7 +250,7 @@ class Pass:
         foreach_copy(into, of)
 
     def _end(self, flights: "deque[_Sent]", to_leave: Iterable[_Plan], first_only: bool) -> None:
-        """Wait for what is under way, and tell the others in the buckets for which they will wait."""
+        """Wait for what is in flight, and send heads in the buckets for which other ranks will wait."""
         for sent in flights:
             sent.flight.wait("weights: the end of a pass that was left")
         for plan in to_leave:
@@ -267,7 +267,7 @@ class _Left(Exception):
 
 
 def _checksum(flat: torch.Tensor, before: int) -> int:
-    """Of whole buckets, in parts: each word is weighted by its place."""
+    """The checksum after one more bucket: each word is weighted by its position."""
     found = torch.tensor(before, device=flat.device)
     for part in flat[: flat.numel() // 8 * 8].view(torch.int64).split(1 << 15):
         places = torch.arange(1, 2 * part.numel(), 2, device=flat.device)

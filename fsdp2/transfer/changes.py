@@ -1,4 +1,4 @@
-"""What has changed since a snapshot, bit for bit: found on the shards, sent as positions and values. Layer: transfer.
+"""Bitwise changes since a snapshot: found on the shards, sent as positions and values. Layer: transfer.
 
 On 2 ranks, for a weight of 4 rows of 3 of which rank 0 holds two::
 
@@ -6,8 +6,8 @@ On 2 ranks, for a weight of 4 rows of 3 of which rank 0 holds two::
               rank 1  [[7 8 9] [0 1 2]]           [[7 8 9] [0 1 7]]     1 change, at position 11
     change    indices [2 11], values [9 7]
 
-One collective tells how many changes each rank has of each tensor. Then each brings the changes of several tensors,
-of about `BYTES` together.
+One collective exchanges the number of changes of each tensor on each rank. Each further one carries the changes of
+several tensors, about `BYTES` in total.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,19 +29,19 @@ Found = tuple[torch.Tensor, torch.Tensor]  # positions in the whole tensor, and 
 
 
 class Snapshot:
-    """The shards of a rank at some time, in the dtypes in which they travel. `nbytes`: how much memory it takes."""
+    """The shards of a rank at some time, in the dtypes in which they are sent. `nbytes`: the memory that it takes."""
 
     def __init__(self, values: list[torch.Tensor]):
         self.values = values
 
     @property
     def nbytes(self) -> int:
-        """Of all values."""
+        """Bytes of all values."""
         return sum(each.nbytes for each in self.values)
 
 
 class Change(NamedTuple):
-    """What differs in one tensor. `indices`: positions in the whole tensor of `shape`, read row by row, ascending."""
+    """The changes of one tensor. `indices`: ascending row-major positions in the whole tensor of `shape`."""
 
     name: str
     indices: torch.Tensor
@@ -84,7 +84,7 @@ def _none(item: Item, route: Route) -> Found:
 
 
 def _changed(item: Item, number: int, new: torch.Tensor, old: torch.Tensor, route: Route) -> Found:
-    """Those of this rank's part of a piece."""
+    """The changes of this rank's part of a piece."""
     new = new.contiguous()
     where = (_words(new) != _words(old.contiguous())).any(1).nonzero().view(-1)
     values = new.view(-1)[where].to(route.device)
@@ -101,7 +101,7 @@ def _changed(item: Item, number: int, new: torch.Tensor, old: torch.Tensor, rout
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bits, one row for each element."""
+    """The bits of a tensor, one row per element."""
     flat = tensor.view(-1)
     return flat.view(_WORDS.get(flat.itemsize, torch.int64)).view(flat.numel(), -1)
 
@@ -111,7 +111,7 @@ def _index_dtype(item: Item) -> torch.dtype:
 
 
 def _all_counts(own: list[int], route: Route) -> list[list[int]]:
-    """How many changes each rank has of each tensor."""
+    """The number of changes of each tensor on each rank."""
     if route.group is None:
         return [own]
     flight = route.flight([8 * len(own)] * len(route.ranks))

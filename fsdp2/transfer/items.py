@@ -1,8 +1,8 @@
-"""`Item`: one tensor that a plan publishes, of which pieces of the model it consists, and which ranks have parts of it.
+"""`Item`: one tensor that a plan publishes, the pieces of the model that make it up, and the ranks that have them.
 Layer: transfer.
 
-A piece is a rectangle of a tensor of the model, perhaps transposed. Mostly it is the whole tensor. The stacked experts
-of a model of transformers are published one by one::
+A piece is a rectangle of a tensor of the model, perhaps transposed; usually it is the whole tensor. The stacked experts
+of a transformers model are published one by one::
 
     gate_up [experts, 2 * hidden, dim]  -->  experts.3.w1 [hidden, dim]     region [3:4, :hidden, :], dims (1, 2)
                                              experts.3.w3 [hidden, dim]     region [3:4, hidden:, :], dims (1, 2)
@@ -22,7 +22,7 @@ from fsdp2.placement.tiling import Tiling
 
 
 class Meta(NamedTuple):
-    """What a consumer gets: its name, its dtype, and the shape of the whole tensor."""
+    """What a consumer gets: name, dtype, and shape of the whole tensor."""
 
     name: str
     dtype: torch.dtype
@@ -31,13 +31,13 @@ class Meta(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor of the model that is a part of a published tensor.
+    """A part of a tensor of the model that forms a part of a published tensor.
 
     Attributes:
         key: the tensor's name in the model.
-        tiling: how it is cut over the global ranks.
-        region: the part of it.
-        dims: which of its dims are those of the published tensor. Along the others the region has size 1.
+        tiling: how it is split over the global ranks.
+        region: the part.
+        dims: the dims of the model's tensor that become those of the published one. The region has size 1 in others.
         at: where the piece begins in the published tensor.
     """
 
@@ -48,7 +48,7 @@ class Piece:
     at: tuple[int, ...]
 
     def outside(self, box: Box | None) -> Box | None:
-        """What a box of the model's tensor is of the published one; None if it has nothing of the region."""
+        """The box in the published tensor for a box in the model's tensor; None if that does not meet the region."""
         common = None if box is None else box.intersect(self.region)
         if common is None:
             return None
@@ -56,7 +56,7 @@ class Piece:
         return Box(tuple(start), tuple(common.shape[dim] for dim in self.dims))
 
     def local(self, tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
-        """A view of what the box, which `tensor` holds, has of the region; in the order of the published dims."""
+        """A view of the region's part of `tensor`, which holds `box`, with the dims in published order."""
         common = None if box is None else box.intersect(self.region)
         if box is None or common is None:
             return tensor.new_empty((0,) * len(self.dims))
@@ -76,7 +76,7 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor, as it travels."""
+        """Bytes of the whole tensor, as it is sent."""
         return prod(self.meta.shape) * self.meta.dtype.itemsize
 
     @property
@@ -85,8 +85,8 @@ class Item:
         return any(piece.tiling.cuts for piece in self.pieces)
 
     def sent(self, ranks: tuple[int, ...]) -> Iterator[tuple[int, int, Box]]:
-        """(index in `ranks`, which piece, box in the published tensor) of all parts: each once, by the first of the
-        ranks that have it."""
+        """(index in `ranks`, index of the piece, box in the published tensor) of all parts: each once, from the first
+        rank that has it."""
         for number, piece in enumerate(self.pieces):
             for rank, own in _holders(piece.tiling, ranks):
                 box = piece.outside(own)
@@ -95,13 +95,13 @@ class Item:
 
 
 def item_of(meta: Meta, key: str, tiling: Tiling) -> Item:
-    """A whole tensor of the model."""
+    """The item for a whole tensor of the model."""
     return Item(meta, (Piece(key, tiling, whole(tiling.shape), tuple(range(len(meta.shape))), (0,) * len(meta.shape)),))
 
 
 def ranks_for(items: Iterable[Item], rank: int) -> tuple[int, ...]:
-    """The ranks that together hold every tensor whole: those that differ from `rank` along cut axes. Replicas have
-    ranks of their own."""
+    """The ranks that together hold every tensor once: `rank`, and those that differ from it only along sharded axes.
+    Other replicas have other such ranks."""
     found = {rank}
     for tiling in dict.fromkeys(piece.tiling for item in items for piece in item.pieces):
         found.update(_slice_of(tiling, rank))
@@ -125,7 +125,7 @@ def first_of(items: Iterable[Item], rank: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _holders(tiling: Tiling, ranks: tuple[int, ...]) -> tuple[tuple[int, Box], ...]:
-    """(index in `ranks`, box) of those that give the parts of a tensor: the first of those with the same part."""
+    """(index in `ranks`, box) of the ranks that provide the parts of a tensor: the first one with each part."""
     found: dict[Box, int] = {}
     for index, rank in enumerate(ranks):
         box = tiling.box_of(rank)

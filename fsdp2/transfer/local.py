@@ -17,8 +17,8 @@ class Local:
     """What this rank holds of each piece of each item: views of shards, unless they are cast or merged.
 
     Args:
-        cast: to the dtype in which the item travels.
-        deltas: what is added to a tensor of the model, whole.
+        cast: cast to the dtype in which the item is sent.
+        deltas: whole tensors to add to a tensor of the model.
 
     Attributes:
         device: where the tensors are.
@@ -29,13 +29,13 @@ class Local:
         self._entries = entries
         self._cast = cast
         self._deltas = deltas
-        self._last: tuple[str, list[torch.Tensor]] = "", []  # of pieces of one tensor
+        self._last: tuple[str, list[torch.Tensor]] = "", []  # deltas of the last tensor, for its other pieces
         devices = (entries[piece.key].local.device for item in items for piece in item.pieces)
         self.device = next((each for each in devices if each.type != "meta"), torch.device("cpu"))
 
     @torch.no_grad()
     def __call__(self, index: int, number: int, part: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Of one piece; of this part of it."""
+        """The values of one piece, or of a part of it."""
         item = self._items[index]
         piece = item.pieces[number]
         entry = self._entries[piece.key]
@@ -49,7 +49,7 @@ class Local:
         return found.to(item.meta.dtype) if self._cast else found
 
     def all(self) -> Iterator[torch.Tensor]:
-        """Of all pieces, in order."""
+        """The values of all pieces, in order."""
         for index, item in enumerate(self._items):
             for number in range(len(item.pieces)):
                 yield self(index, number)

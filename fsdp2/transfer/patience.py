@@ -1,4 +1,4 @@
-"""An end for waits that a slow rank would make long. Layer: transfer."""
+"""A time limit for waits on a slow rank. Layer: transfer."""
 
 import threading
 import time
@@ -10,8 +10,8 @@ from fsdp2.watch.watchdog import Watchdog, watchdog
 
 @contextmanager
 def patience(seconds: float, what: str) -> Iterator[None]:
-    """If the block takes longer, end all communication of this process with a `CollectiveError` that says what the
-    other ranks do. (Where there is no watchdog, the timeout of the process group does, without saying it.)"""
+    """If the block takes longer than this, end all communication of this process with a `CollectiveError` that says
+    what the other ranks are doing. (Without a watchdog, the process group's timeout ends it, without this report.)"""
     dog = watchdog()
     if dog is None:
         yield

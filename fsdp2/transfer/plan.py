@@ -1,4 +1,4 @@
-"""`Weights`: what will be published of a model, under which names and in which dtypes. Layer: transfer, top."""
+"""`Weights`: which tensors of a model are published, under which names and in which dtypes. Layer: transfer, top."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -38,32 +38,32 @@ def weights(
     only: Callable[[str], bool] | None = None,
     patience_s: float = 60.0,
 ) -> "Weights":
-    """A plan of what `model` publishes: its parameters and persistent buffers, tied ones once. No communication; all
-    ranks that share parameters must make the same plan.
+    """A plan for publishing `model`: its parameters and persistent buffers, tied ones once. No communication; all ranks
+    that share parameters must make the same plan.
 
-    The model may be sharded by fsdp2, by torch's own `fully_shard`, over any mesh, or not at all. Its parameters are
+    The model may be sharded by fsdp2 or by torch's own `fully_shard`, over any mesh, or not at all. Its parameters are
     read when a pass begins, so one plan serves for the whole training.
 
-    LoRA adapters of peft are merged on the way: what is published is what `merge_and_unload` would make. Then all that
-    reads values is collective.
+    LoRA adapters of peft are merged, as `merge_and_unload` would do. In this case everything that reads values is
+    collective.
 
     Args:
         model: sharded or not. Names are those of its state dict, without the segments that wrappers add.
-        names: the published name of each, by a mapping or a function; None as a name leaves the tensor out. What a
-            mapping lacks keeps its name. "transformers": for a model of transformers (5 and later), the tensors that
-            its `save_pretrained` writes; fused weights and stacked experts are cut into those of the Hugging Face
+        names: a mapping or a function from names to published names; None leaves the tensor out. A name that a mapping
+            lacks stays unchanged. "transformers": for a transformers model (5 and later), the tensors that its
+            `save_pretrained` writes; fused weights and stacked experts are split into those of the Hugging Face
             checkpoint, which engines load.
-        dtype: of floating-point tensors when they travel; or a function of (published name, dtype), which returns None
-            for a tensor that stays as it is. They are cast before they are sent.
+        dtype: the dtype in which floating-point tensors are sent; or a function of (published name, dtype) that returns
+            None for a tensor that stays as it is. Tensors are cast before they are sent.
         buffers: False leaves buffers out.
-        only: called with each published name.
-        patience_s: how long a pass waits for a rank whose consumer is slow, before that is an error on all ranks.
+        only: called with each published name; tensors for which it returns False are left out.
+        patience_s: how long a pass waits for a rank with a slow consumer before it is an error on all ranks.
 
     Raises:
-        ArgumentError: two tensors get the same published name; or a tensor that cannot be published (sparse); or
-            "transformers" names for another model.
-        UnsupportedError: transformers computes a tensor that it writes in a way that is not known here; or an adapter
-            is more than a product of two matrices.
+        ArgumentError: two tensors get the same published name; a tensor cannot be published (sparse); or "transformers"
+            names were requested for another model.
+        UnsupportedError: transformers computes a written tensor in an unknown way; or an adapter is more than a product
+            of two matrices.
 
     Example::
 
@@ -76,12 +76,12 @@ def weights(
 
 
 class Weights:
-    """What a model publishes; see `weights`. It can be iterated any number of times: each pass gives (name, whole
-    tensor) pairs in the order of `metadata`. Collective: every rank iterates, to the end.
+    """The plan of a model's published tensors; see `weights`. It can be iterated any number of times: each pass yields
+    (name, whole tensor) pairs in the order of `metadata`. Collective: every rank must iterate to the end.
 
     Attributes:
         version: the number of passes that have begun.
-        checksum: of the last whole pass, equal on all ranks that got the same bytes; None before.
+        checksum: the checksum of the last complete pass, equal on all ranks that got the same bytes; None before.
     """
 
     def __init__(
@@ -134,15 +134,15 @@ class Weights:
         return entries if self._adapters is None else self._adapters.renamed(entries)
 
     def metadata(self) -> list[Meta]:
-        """(name, dtype, shape) of each tensor that a pass gives, in its order. No communication."""
+        """(name, dtype, shape) of each tensor of a pass, in order. No communication."""
         return [item.meta for item in self._items.values()]
 
     def local(self, name: str) -> torch.Tensor:
-        """What this rank holds of a tensor, in the dtype in which it travels: a view, unless that is another one. Its
-        place is in `boxes`. No communication.
+        """This rank's part of a tensor, in the dtype in which it is sent: a view, or a copy if it must be cast. `boxes`
+        has its place. No communication.
 
         Raises:
-            ArgumentError: the tensor is made of several of the model.
+            ArgumentError: the tensor is made of several tensors of the model.
         """
         item = self._item(name)
         if len(item.pieces) > 1:
@@ -156,10 +156,10 @@ class Weights:
         return self._items[name]
 
     def _local(self, items: Sequence[Item], cast: bool = True) -> Local:
-        """What this rank holds now. If adapters are merged, it is collective.
+        """What this rank holds now. Collective if adapters are merged.
 
         Raises:
-            OrderError: the model has other tensors than when the plan was made.
+            OrderError: the model's tensors have changed since the plan was made.
         """
         entries = self._entries()
         for piece in (piece for item in items for piece in item.pieces):
@@ -187,17 +187,17 @@ class Weights:
         device: torch.device | str | None = None,
     ) -> Iterator[Bucket]:
         """One pass: whole tensors in buckets of about `bucket_bytes`. Collective over all ranks that hold parts: each
-        iterates to the end, with the same arguments. One collective a bucket.
+        must iterate to the end, with the same arguments. One collective per bucket.
 
-        A bucket has arrived on this rank before it is given, and those ahead of it have been asked for. So a rank whose
-        consumer is slow delays the others, but no two ranks wait for each other.
+        When a bucket is yielded it has arrived, and the next ones are in flight. So a rank with a slow consumer delays
+        the others, but no two ranks wait for each other.
 
         Args:
-            bucket_bytes: the size of a bucket; a larger tensor has one of its own, which comes in several collectives.
-            lookahead: how many buckets are under way while the consumer has one; at least 1. This rank needs memory
-                for ``lookahead + 1`` buckets, or for `lookahead` and the largest tensor.
-            to: "first" sends everything to the first rank only; the others get buckets without memory.
-            device: where the buckets lie; None: where they arrive.
+            bucket_bytes: the size of a bucket. A larger tensor has a bucket of its own, in several collectives.
+            lookahead: how many buckets are in flight while the consumer has one; at least 1. This rank needs memory for
+                ``lookahead + 1`` buckets, or for `lookahead` buckets and the largest tensor.
+            to: "first" sends everything only to the first rank; the others get buckets without memory.
+            device: the device of the buckets; None: where they arrive.
 
         Raises:
             OrderError: another rank left the pass; or the model was changed since the plan.
@@ -229,19 +229,19 @@ class Weights:
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def boxes(self, rank: int | None = None) -> list[Place]:
-        """What a rank holds of each tensor. No communication.
+        """The part of each tensor that a rank holds. No communication.
 
         Args:
-            rank: the global rank; None: this one. A rank that holds nothing of a tensor has no place of it.
+            rank: the global rank; None for this one. There is no entry for a tensor of which the rank holds nothing.
         """
         return boxes.boxes_of(self._items.values(), self._rank if rank is None else rank)
 
     def send_boxes(self, wanted: Sequence[Wanted]) -> Iterator[Part]:
-        """The parts of what consumers want that this rank sends, straight from its shards. No communication: send each
-        as you like. Of several replicas the first one sends, so every wanted element comes from exactly one rank.
+        """The parts that this rank must send to consumers, directly from its shards. No communication: send them in any
+        way. Of several replicas only the first sends, so every wanted element comes from exactly one rank.
 
         Args:
-            wanted: slices of whole tensors (of tensor or expert parallel consumers, uneven or not).
+            wanted: slices of whole tensors (for tensor- or expert-parallel consumers, uneven or not).
 
         Example::
 
@@ -257,17 +257,17 @@ class Weights:
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """The values of now, as they would travel, of this rank's shards; for `changes`. No communication."""
+        """The current values of this rank's shards, as they would be sent; for `changes`. No communication."""
         items = [*self._items.values()]
         return Snapshot([each.clone() for each in self._local(items).all()])
 
     def changes(self, since: Snapshot) -> Iterator[Change]:
-        """What differs, bit for bit, from a snapshot, in the order of `metadata`; tensors without a change are left
-        out. Afterwards `since` has the values of now. Collective, as a pass.
+        """The bitwise changes since a snapshot, in the order of `metadata`; tensors without a change are left out.
+        Afterwards `since` has the current values. Collective, like a pass.
 
         Yields:
-            (name, indices, values, shape): int32 positions in the whole tensor read row by row, ascending (int64 for
-            tensors of more than 2**31 elements), and what stands there now.
+            (name, indices, values, shape): ascending row-major positions in the whole tensor (int32, or int64 for
+            tensors of more than 2**31 elements), and the current values there.
 
         Example::
 

@@ -1,4 +1,4 @@
-"""`Route`: the ranks that exchange parts, and how bytes travel between them. Layer: transfer."""
+"""`Route`: the ranks that exchange parts, and how they send bytes. Layer: transfer."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +18,7 @@ ALIGN = 16
 
 
 def aligned(nbytes: int) -> int:
-    """Where the next tensor may begin."""
+    """`nbytes` rounded up to where the next tensor may begin."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
@@ -26,8 +26,8 @@ class Flight:
     """Bytes of each rank on their way to all, or to the first.
 
     Attributes:
-        own: what this rank sends, to be filled before `start`.
-        rows: what each rank has sent, after `wait`; none where nothing is received.
+        own: what this rank sends; fill it before `start`.
+        rows: what each rank has sent, after `wait`; empty on ranks that receive nothing.
     """
 
     def __init__(self, route: "Route", sizes: Sequence[int], first_only: bool):
@@ -55,19 +55,19 @@ class Flight:
         return self
 
     def wait(self, what: str) -> None:
-        """Until the rows are here. `what` is for the message if another rank is too slow."""
+        """Wait until the rows have arrived. `what` is for the message if another rank is too slow."""
         with patience(self._patience_s, what):
             self._collective.wait(self._started)
 
 
 class _Messages:
-    """Those that are under way. (A gather would need a copy of all that arrives.)"""
+    """Messages in flight. (A gather would need a copy of everything that arrives.)"""
 
     def __init__(self, works: list[dist.Work]):
         self._works = works
 
     def wait(self) -> None:
-        """Until all have arrived."""
+        """Wait until all have arrived."""
         for work in self._works:
             work.wait()
 
@@ -81,12 +81,12 @@ class Route:
     """The ranks that hold parts of the same tensors.
 
     Attributes:
-        ranks: the global ones, ascending.
-        me: the index of this one.
-        has_first: the first of all ranks that have the tensors is one of these; otherwise they are replicas of others.
-        group: None for one rank alone.
-        device: where parts travel.
-        patience_s: how long to wait for a slow one.
+        ranks: their global ranks, ascending.
+        me: the index of this rank.
+        has_first: whether the first of all ranks that have the tensors is among them; otherwise they are a replica.
+        group: their process group; None for a single rank.
+        device: the device of what is sent.
+        patience_s: how long to wait for a slow rank.
     """
 
     def __init__(self, items: Sequence[Item], device: torch.device, rank: int, patience_s: float):
@@ -98,17 +98,17 @@ class Route:
         self.patience_s = patience_s
 
     def flight(self, sizes: Sequence[int], first_only: bool = False) -> Flight:
-        """`sizes`: how many bytes each rank sends; the same on all."""
+        """`sizes`: the bytes that each rank sends; equal on all ranks."""
         return Flight(self, sizes, first_only)
 
 
-# By the default process group, with which they end.
+# By the default process group, which they do not outlive.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """The process group of these ranks; None for one rank alone. The first call for ranks that are not all ranks makes
-    one, and is collective over them."""
+    """The process group of these ranks; None for a single rank. The first call for a proper subset of all ranks creates
+    a group, and is collective over them."""
     if len(ranks) == 1:
         return None
     world = dist.group.WORLD

@@ -1,8 +1,8 @@
-"""The tensors that `save_pretrained` of transformers writes, as pieces of the model's. Layer: transfer.
+"""The tensors that `save_pretrained` of transformers writes, as pieces of the model's tensors. Layer: transfer.
 
-transformers' own code makes them, of stand-ins without memory, which it cuts and transposes as it would tensors. A
-stand-in lies in a place of its own in one long tensor, with strides of its own. So the offset and strides of what comes
-out say which rectangle of which tensor it is.
+transformers' own code makes them from stand-ins without memory, which it slices and transposes like tensors. Each
+stand-in has its own range of one long tensor, and its own strides. So the offset and strides of a result identify the
+rectangle and the tensor from which it comes.
 """
 
 import sys
@@ -24,12 +24,12 @@ from fsdp2.layout import strides
 from fsdp2.placement.box import Box
 from fsdp2.transfer.items import Item, Meta, Piece
 
-# Attributes of transformers' models: names that are not written, and what `from_pretrained` has done.
+# Attributes of transformers models: names that are not written, and the conversions that `from_pretrained` has done.
 IGNORED, CONVERSIONS = "_keys_to_ignore_on_save", "_weight_conversions"
 
 
 class _Traced(torch.Tensor):
-    """A stand-in. Copies of it are the stand-in itself; what was concatenated has `joined`: where each part begins."""
+    """A stand-in. A copy is the stand-in itself. A concatenation has `joined`: where each part begins."""
 
     joined: tuple[tuple[tuple[int, ...], torch.Tensor], ...] = ()
     _COPIES: ClassVar[tuple[Any, ...]] = (torch.Tensor.contiguous, torch.Tensor.clone)
@@ -51,11 +51,11 @@ class _Traced(torch.Tensor):
 
 
 def published(model: nn.Module, entries: Mapping[str, Entry]) -> Iterator[Item]:
-    """What `save_pretrained` would write of a model of transformers, in its order.
+    """What `save_pretrained` would write for a transformers model, in its order.
 
     Raises:
-        ArgumentError: the model is not one of transformers.
-        UnsupportedError: a tensor that is not made of rectangles of the model's.
+        ArgumentError: the model is not from transformers.
+        UnsupportedError: a tensor is not made of rectangles of the model's tensors.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not isinstance(model, modeling.PreTrainedModel):
@@ -76,7 +76,7 @@ def published(model: nn.Module, entries: Mapping[str, Entry]) -> Iterator[Item]:
 
 
 def _empty(model: Any, entries: list[Entry]) -> Any:
-    """The model without memory, and with the classes that it had before it was sharded."""
+    """The model without memory, with its classes from before sharding."""
     found = skeleton(model, import_module("transformers.modeling_utils").PreTrainedModel)
     for entry in entries:
         path, _, leaf = entry.name.rpartition(".")
@@ -90,7 +90,7 @@ class _Arena:
     """The stand-ins of a model's tensors.
 
     Attributes:
-        tensors: by name.
+        tensors: the stand-ins by name.
     """
 
     def __init__(self, entries: list[Entry]):
@@ -104,7 +104,7 @@ class _Arena:
             self.tensors[entry.name] = self._memory.as_strided(entry.tiling.shape, steps, start).as_subclass(_Traced)
 
     def piece(self, part: torch.Tensor, at: tuple[int, ...]) -> Piece | None:
-        """Which part of which tensor it is; None if it is a result of other operations."""
+        """The part of the model's tensor that `part` is; None if it is the result of other operations."""
         if storage_key(part)[0] != storage_key(self._memory)[0]:
             return None
         index = bisect_right(self._starts, part.storage_offset()) - 1

@@ -1,7 +1,7 @@
-"""What all ranks answer to a question, and the verdict. Layer: watch.
+"""Collects the answers of all ranks to a question, and makes the verdict. Layer: watch.
 
-A rank that does not answer may be dead, stopped, or short of processor time. For ranks of its machine /proc tells them
-apart; others are given `answer_within_s`.
+A rank that does not answer may be dead, stopped, or short of processor time. On the same machine /proc distinguishes
+these; ranks on other machines have `answer_within_s`.
 """
 
 import json
@@ -14,7 +14,7 @@ from fsdp2.watch.examine import Answer, Finding, examine
 from fsdp2.watch.processes import machine, stat_of
 from fsdp2.watch.settings import settings
 
-_PATIENCE_S = 3.0  # with a process that runs, or is stopped, and does not answer
+_PATIENCE_S = 3.0  # for a process that is running or stopped and does not answer
 _PAUSE_S = 0.02
 
 
@@ -27,7 +27,7 @@ def collect(board: Board, number: int, before: Finding | None) -> Finding:
 
 
 def await_verdict(board: Board, number: int, collector: int) -> Finding | None:
-    """What rank `collector` finds, or None if it has ended."""
+    """The finding of rank `collector`, or None if it has ended."""
     deadline = time.monotonic() + 2 * settings().answer_within_s + 1
     while (text := board.get(f"verdict/{number}")) is None:
         if time.monotonic() > deadline or state_of(board.identity_of(collector)) in ("", "T"):
@@ -37,8 +37,8 @@ def await_verdict(board: Board, number: int, collector: int) -> Finding | None:
 
 
 def _answers(board: Board, number: int) -> tuple[dict[int, Answer], dict[int, str]]:
-    """The answers of all ranks, and what is known of those that are not alive. A rank that runs and gives no answer is
-    in neither."""
+    """The answers of all ranks, and what is known about dead ones. A rank that is running without an answer is in
+    neither."""
     limit_s = settings().answer_within_s
     answers: dict[int, Answer] = {}
     gone: dict[int, str] = {}
@@ -46,7 +46,7 @@ def _answers(board: Board, number: int) -> tuple[dict[int, Answer], dict[int, st
     missing, start = set(range(board.size)), time.monotonic()
     while missing:
         for rank in sorted(missing):
-            states[rank] = state_of(board.identity_of(rank))  # before its last words are looked for
+            states[rank] = state_of(board.identity_of(rank))  # before reading its last answer
             if (text := board.get(f"answer/{number}/{rank}")) is not None:
                 answers[rank] = Answer.from_json(json.loads(text))
             elif (text := board.get(f"ended/{rank}")) is not None:
@@ -74,14 +74,14 @@ def _pause(board: Board) -> None:
 
 
 def identity() -> str:
-    """Who this process is, for `state_of`; "" where there is no /proc."""
+    """Identifies this process for `state_of`; "" without /proc."""
     stat = stat_of(os.getpid())
     return f"{machine()} {os.getpid()} {stat[1]}" if stat else ""
 
 
 def state_of(identity: str) -> str | None:
-    """The kernel's letter for the state of the process that called itself that, "T" if it is stopped (but for a
-    debugger); "" if it has ended, None if nothing is known, as of another machine."""
+    """The kernel's letter for the state of the process with this identity, "T" if it is stopped (not by a debugger); ""
+    if it has ended; None if nothing is known, as on another machine."""
     own, pid, begun = identity.split() if identity else ("", "0", "")
     stat = stat_of(int(pid)) if own == machine() != "" else None
     return None if stat is None else "" if stat[1] != begun or stat[0] in "ZX" else stat[0]

@@ -1,7 +1,7 @@
 """What this process waits for. Layer: watch.
 
-Written by the training thread around each wait and read by the watchdog: two attributes, because waits are many. Waits
-of streams, which do not block the thread, are in `Current.queued`.
+The training thread writes it around each wait and the watchdog reads it. It is only two attributes, because there are
+many waits. Waits of streams, which do not block the thread, are in `Current.queued`.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-_MAX_KEPT = 4096  # a device's queue is full before
+_MAX_KEPT = 4096  # a device's queue is full earlier
 
 
 class Awaited(Protocol):
@@ -19,8 +19,8 @@ class Awaited(Protocol):
 
     Attributes:
         what: the operation.
-        fqn: the unit; None if it is about no unit.
-        group_name: the process group's.
+        fqn: the unit; None if it belongs to no unit.
+        group_name: the name of the process group.
     """
 
     what: str
@@ -33,8 +33,8 @@ class Waiting(NamedTuple):
 
     Attributes:
         since: when it began, on the clock of `time.monotonic`.
-        place: of its entry in the group's trail, for a wait of a stream: the process goes on, and may make the same
-            exchange again; -1 for a wait of the process.
+        place: the place of its entry in the group's trail, for a wait of a stream, because the process continues and
+            may make the same exchange again; -1 for a wait of the process.
     """
 
     awaited: Awaited
@@ -43,11 +43,11 @@ class Waiting(NamedTuple):
 
 
 class Queued:
-    """Waits of an accelerator's streams, as NCCL's: those that have not ended, oldest first. Added by the training
-    thread, looked at by the watchdog.
+    """Waits of an accelerator's streams (NCCL) that have not ended, oldest first. The training thread adds them, the
+    watchdog reads them.
 
-    Such a wait returns at once: only the current stream waits. So an event is recorded behind it on that stream, and
-    the watchdog queries the oldest one. (Handles of collectives keep the results' memory alive.)"""
+    Such a wait returns at once, and only the current stream waits. So an event is recorded behind it on that stream,
+    and the watchdog queries the oldest event. (Handles of collectives would keep the results' memory alive.)"""
 
     def __init__(self) -> None:
         self._waits: deque[tuple[torch.Event, Waiting]] = deque()
@@ -59,10 +59,10 @@ class Queued:
         waits = self._waits
         with self._lock:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                # Nothing waits, and to query an event spoils the capture. What was before it has ended.
+                # During a capture nothing waits, and querying an event would break it. Earlier waits have ended.
                 waits.clear()
                 return
-            # Two at a time, so that few are left, whatever the watchdog does.
+            # Remove up to two for each one added, so that few are left, whatever the watchdog does.
             event = None
             for _ in range(2):
                 if waits and waits[0][0].query():
@@ -74,10 +74,10 @@ class Queued:
                 waits.append((event, Waiting(awaited, monotonic(), place)))
 
     def oldest(self, after_s: float) -> Waiting | None:
-        """The oldest wait that has not ended, if it has lasted for `after_s`. Younger ones are not looked at."""
+        """The oldest wait that has not ended, if it has lasted for `after_s`. Younger ones are not queried."""
         with self._lock:
             try:
-                if self._device_index is not None:  # a thread begins with the first, where events would make a context
+                if self._device_index is not None:  # a thread starts with device 0, where events would make a context
                     torch.accelerator.set_device_index(self._device_index)
                 while self._waits:
                     event, wait = self._waits[0]
@@ -86,21 +86,21 @@ class Queued:
                     if not event.query():
                         return wait
                     self._waits.popleft()
-            except RuntimeError:  # a kernel has failed, and no call of the device works any more: this is no wait
+            except RuntimeError:  # a kernel has failed, so calls of the device fail: this is not a wait
                 self._waits.clear()
         return None
 
 
 class Current:
-    """The waits that are under way.
+    """The current waits.
 
     Attributes:
-        awaited: what the training thread waits for; None while it does not.
+        awaited: what the training thread waits for; None if it does not.
         since: when its last wait began, on the clock of `time.monotonic`.
-        has_failed: it has ended with an error, which is being explained.
+        has_failed: the wait has ended with an error, which is being explained.
         queued: the waits of streams.
-        failure: the report, once a fault was found; every later error of communication is this one.
-        step: the `JointStep` (`fsdp2.watch.joint_step`) that is under way, or None.
+        failure: the report, once a fault was found; all later communication errors have this text.
+        step: the current `JointStep` (`fsdp2.watch.joint_step`), or None.
     """
 
     __slots__ = ("awaited", "failure", "has_failed", "queued", "since", "step")
@@ -114,7 +114,7 @@ class Current:
         self.step: Any = None
 
     def oldest(self, after_s: float = 0.0) -> Waiting | None:
-        """The oldest wait, that of the training thread or of a stream, if it has lasted for `after_s`."""
+        """The oldest wait of the training thread or of a stream, if it has lasted for `after_s`."""
         awaited, since, queued = self.awaited, self.since, self.queued.oldest(after_s)
         if awaited is not None and (queued is None or self.has_failed or since <= queued.since):
             return Waiting(awaited, since) if monotonic() - since >= after_s else None
@@ -125,7 +125,7 @@ current = Current()
 
 
 class waiting:
-    """While the block runs, the process waits for `awaited`, or asks why the wait has failed."""
+    """In the block, the process waits for `awaited`, or asks why the wait has failed."""
 
     __slots__ = ("_awaited", "_has_failed")
 

@@ -1,10 +1,11 @@
-"""What the trails of all ranks say: who did something else, who is missing. Pure. Layer: watch.
+"""Compares the trails of all ranks: which did something else, which are missing. Pure. Layer: watch.
 
-A trail only grows, but for what a rank had no memory to begin. So two ranks that have different entries at one place
-of a group have done different things, whenever they were asked. Everything else may be a moment: a rank that has fewer
-entries may only be late. It is at fault if it is gone, or if it waits for a rank that waits for it.
+A trail only grows (except that an entry is taken back if its exchange could not start for lack of memory). So two ranks
+with different entries at the same place of a group have done different things, no matter when they were asked. Other
+differences may be transient: a rank with fewer entries may only be late. It is at fault if it is gone, or if it waits
+for a rank that waits for it.
 
-A rank that waits for bytes under way waits for nobody: all have begun what it waits for.
+A rank that waits for bytes in flight waits for no other rank: all have begun what it waits for.
 """
 
 from collections.abc import Mapping
@@ -19,8 +20,8 @@ class Past:
     """What one rank has done in one group.
 
     Attributes:
-        ranks: the group's.
-        first: the place of `entries[0]`; older ones are not kept.
+        ranks: the group's ranks.
+        first: the place of `entries[0]`; older entries are not kept.
     """
 
     ranks: tuple[int, ...]
@@ -33,11 +34,11 @@ class Past:
         return self.first + len(self.entries)
 
     def at(self, place: int) -> Entry | None:
-        """The entry there; None if it is not kept or has not happened."""
+        """The entry at `place`; None if it is not kept or has not happened."""
         return self.entries[place - self.first] if self.first <= place < self.end else None
 
     def place_of(self, wait: "Wait") -> int:
-        """Where what `wait` is about was begun; the last entry, if it is about all that was done."""
+        """The place of the entry to which `wait` belongs; that of the last entry, if it belongs to all of them."""
         if wait.place >= 0:
             return wait.place
         found = [place for place, each in enumerate(self.entries, self.first) if each[:2] == (wait.what, wait.unit)]
@@ -50,7 +51,7 @@ class Wait:
 
     Attributes:
         has_failed: the backend has ended the wait with an error.
-        place: of its entry in the group, for a wait of a stream; -1 for one of the process.
+        place: the place of its entry in the group, for a wait of a stream; -1 for one of the process.
     """
 
     group: str
@@ -66,10 +67,10 @@ class Wait:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank says of itself.
+    """One rank's report about itself.
 
     Attributes:
-        wait: None if it does not wait for other ranks (as far as fsdp2 knows).
+        wait: its wait; None if it does not wait for other ranks, as far as fsdp2 knows.
         line: the line of the program at which its main thread is.
     """
 
@@ -79,12 +80,12 @@ class Answer:
     line: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As dicts and lists."""
+        """The answer as dicts and lists."""
         return asdict(self)
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> "Answer":
-        """The inverse of `to_json`, also after the keys of dicts became texts."""
+        """The inverse of `to_json`, even after the keys of dicts became strings."""
         pasts = {
             name: Past(tuple(past["ranks"]), past["first"], tuple(Entry(*entry) for entry in past["entries"]))
             for name, past in found["pasts"].items()
@@ -99,8 +100,8 @@ class Finding:
 
     Attributes:
         kind: "fine"; "late": a rank that others wait for is alive and elsewhere; "unclear": ranks wait for each other,
-            which is a deadlock if they still do later; "differ", "gone", "deadlock": faults.
-        agreed: for each group, up to which place all its ranks have done the same.
+            which is a deadlock if it persists; "differ", "gone", "deadlock": faults.
+        agreed: for each group, the place up to which all its ranks have done the same.
         moved: what each waiting rank waits for, and its place in each group; equal in two findings if nothing moved.
     """
 
@@ -119,9 +120,9 @@ def examine(answers: Mapping[int, Answer], gone: Mapping[int, str], before: Find
     """Compare the ranks.
 
     Args:
-        answers: of those that are alive, and the last one of those that have ended.
-        gone: the ranks that are not alive, and what is known of each.
-        before: the finding of some seconds ago.
+        answers: the answers of live ranks, and the last answers of ranks that have ended.
+        gone: the dead ranks, and what is known about each.
+        before: the finding from some seconds ago.
     """
     groups: dict[str, dict[int, Past]] = {}
     for rank, answer in answers.items():
@@ -157,7 +158,7 @@ def examine(answers: Mapping[int, Answer], gone: Mapping[int, str], before: Find
 
 
 def _first_difference(name: str, pasts: Mapping[int, Past]) -> str:
-    """The first place at which two ranks have different entries; "" if there is none."""
+    """A description of the first place at which two ranks have different entries, or ""."""
     start = max(past.first for past in pasts.values())
     for place in range(start, max(past.end for past in pasts.values())):
         by_entry: dict[Entry, list[int]] = {}
@@ -180,8 +181,8 @@ def _ranks_of(pasts: Mapping[int, Past]) -> tuple[int, ...]:
 def _blockers(
     groups: Mapping[str, Mapping[int, Past]], waiting: Mapping[int, Wait], gone: Mapping[int, str]
 ) -> dict[int, set[int]]:
-    """For each waiting rank those for which it waits: members of the group that have not come to what it waits for. If
-    its wait has failed, or is one of a stream, those that are gone as well: what they had begun did not end."""
+    """For each waiting rank the ranks for which it waits: members of the group that have not begun what it waits for.
+    If its wait has failed, or is one of a stream, also dead members: what they had begun has not ended."""
     found: dict[int, set[int]] = {}
     for waiter, wait in waiting.items():
         pasts = groups.get(wait.group, {})

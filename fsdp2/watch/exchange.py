@@ -1,5 +1,4 @@
-"""`Watched`: a collective that is recorded, waited for and explained when it fails; `Exchange`: what is known of it.
-Layer: watch."""
+"""`Watched`: a collective that is recorded, and explained when it fails; `Exchange`: its description. Layer: watch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from fsdp2.watch.settings import settings
 from fsdp2.watch.trail import Entry, number_of, trail_of
 from fsdp2.watch.watchdog import watchdog
 
-# A kernel that failed, such as for an index out of bounds, is told by the next call of CUDA, whatever it is.
+# The next CUDA call, whatever it is, raises the error of a failed kernel, such as for an index out of bounds.
 _NOT_OF_THE_BACKEND = (torch.OutOfMemoryError, torch.AcceleratorError, FSDPError)
 
 
@@ -26,15 +25,15 @@ class Exchange:
 
     Args:
         what: the operation.
-        fqn: of the unit; None if it is about no unit.
+        fqn: the unit's FQN; None if it belongs to no unit.
         numel, nbytes, dtype: as in `fsdp2.events.Event`.
-        device: of what travels; None: the CPU. On others a wait does not block the process.
+        device: the device of what is sent; None for the CPU. On other devices a wait does not block the process.
 
     Attributes:
-        group_name: the process group's.
-        trail: of the group.
-        number: of its entries in the trail.
-        device: on which a wait does not block the process; else None.
+        group_name: the name of the process group.
+        trail: the group's trail.
+        number: the number of its entries in the trail.
+        device: the device if a wait does not block the process, otherwise None.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Exchange:
         self.trail = trail_of(group)
         self.group_name = self.trail.name
         self.number = number_of(Entry(what, fqn, numel, nbytes, "" if dtype is None else str(dtype)))
-        # Without a watchdog (fake groups, fake tensors) there may be no such device.
+        # Without a watchdog (fake groups, fake tensors) the device may not exist.
         self.device = None if watchdog() is None or device is None or device.type == "cpu" else device
 
     def begin(self) -> None:
@@ -65,13 +64,13 @@ class Exchange:
         self.trail.numbers.append(self.number)
 
     def give_up(self, error: BaseException) -> None:
-        """It has not started, because of `error`; see `explain`."""
-        if isinstance(error, torch.OutOfMemoryError):  # memory comes before messages: nothing has begun
+        """It could not start because of `error`; see `explain`."""
+        if isinstance(error, torch.OutOfMemoryError):  # memory is allocated before messages, so nothing has begun
             self.trail.take_back()
         self.explain(error)
 
     def explain(self, error: BaseException) -> None:
-        """Turn an error of the backend into one that says what the other ranks did, as far as they answer.
+        """Replace an error of the backend by one that says what the other ranks did, as far as they answer.
 
         Raises:
             CollectiveError: a peer died, the group timed out, or the ranks did different things.
@@ -96,7 +95,7 @@ class Exchange:
 
 
 class Watched(Collective):
-    """A collective that is recorded in the group's trail when it starts, and whose errors are explained."""
+    """A collective that is recorded in the group's trail at its start, and whose errors are explained."""
 
     def __init__(self, inner: Collective):
         what = inner.what
@@ -112,13 +111,13 @@ class Watched(Collective):
         self._trail.known[self._number] = self
 
     def start(self, *tensors: Tensors) -> Any:
-        """Raises `StepError` too, if another rank has failed in a step that all make or none."""
+        """Also raises `StepError` if another rank has failed in a joint step."""
         emit(*self.event)
         if tensors and not self._shapes:
             self._shapes = [[(t.numel(), t.dtype, t.device) for t in each] for each in tensors]
         if self._reduces:
             self._trail.has_reduced = True
-        # As `Exchange.begin`, which is a call: six of these run per unit and step.
+        # Inlines `Exchange.begin`, to save a call: six of these run per unit and step.
         if current.failure is not None or current.step is not None:
             self._exchange.begin()
         else:
@@ -142,13 +141,13 @@ class Watched(Collective):
             raise
         finally:
             current.awaited = None
-        if self._device is not None:  # the process has come past the wait; the current stream may not have
+        if self._device is not None:  # the process has passed the wait; the current stream may not have
             current.queued.add(self._exchange, place, self._device)
         emit(*self.done)
 
     def begin_like(self) -> Callable[[], None]:
-        """Start one of the same sizes, with memory that nobody reads, for the other ranks' sake. Returns what waits for
-        it."""
+        """Start one of the same sizes on scratch memory, for the sake of the other ranks. Returns a function that waits
+        for it."""
         call = self.call
         if self.comm is not None:
             operands = [Operand(full.new_zeros(full.numel()), bounds) for full, bounds in self.operands]
@@ -159,7 +158,7 @@ class Watched(Collective):
 
 @contextmanager
 def at_once(exchange: Exchange) -> Iterator[None]:
-    """Around the start of a communication and the wait for it, in one call."""
+    """Wrap a call that starts a communication and waits for it."""
     exchange.begin()
     try:
         with waiting(exchange):
@@ -172,7 +171,7 @@ def at_once(exchange: Exchange) -> Iterator[None]:
 
 
 def _is_of_backend(error: RuntimeError) -> bool:
-    """Whether the backend raised it, not code of the user's that runs within a collective."""
+    """Whether the backend raised it, not user code that runs within a collective."""
     text = str(error)
     return isinstance(error, dist.DistError) or "gloo" in text or "pair closure" in text or "timed out" in text
 

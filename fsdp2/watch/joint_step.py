@@ -1,22 +1,22 @@
-"""`JointStep`: a step that all ranks make, or none. Layer: watch.
+"""`JointStep`: a step that all ranks complete, or none. Layer: watch.
 
-A rank that cannot go on must not just stop: others wait for its messages, and a backend cannot withdraw messages. So it
-takes part in what others have begun, with memory that nobody reads, until all have stopped at the same place::
+A rank that has failed must not just stop: others wait for its messages, and backends cannot cancel messages. So it
+takes part in what others have begun, with scratch memory, until all have stopped at the same place::
 
-    rank 0   gather a   gather b   gather c           gather c is waited for; told that rank 1 failed: stops
-    rank 1   gather a   gather b   failed             takes part in gather c: all have come equally far
+    rank 0   gather a   gather b   gather c           waits for gather c; learns that rank 1 failed: stops
+    rank 1   gather a   gather b   failed             takes part in gather c: all are equally far
 
-Nobody is interrupted. Every rank learns of the failure from its watchdog, and pauses before its next exchange. Ranks
-that pause go on to the farthest of them before they stop: they may have communication between two exchanges that fsdp2
-does not know, such as that of tensor parallelism. Then process groups are as good as before, on any backend.
+No rank is interrupted. Every rank learns of the failure from its watchdog, and pauses before its next exchange. Paused
+ranks continue up to the farthest one before they stop, because they may have communication between two exchanges that
+fsdp2 does not know, such as that of tensor parallelism. Afterwards process groups are usable, on any backend.
 
 The keys, below ``joint/7`` for the seventh step::
 
-    through      how many ranks are through; the last one sets `all`, and all leave
-    failed       what the first rank said that failed
+    through      how many ranks have completed it; the last one sets `all`, and all leave
+    failed       the message of the first rank that failed
     place/RANK   how far a rank has come since
-    given up     why the ranks cannot come to the same place
-    reset        how many ranks have forgotten the step; the last one sets `all reset`, and all leave
+    given up     why the ranks cannot stop at the same place
+    reset        how many ranks have discarded the step; the last one sets `all reset`, and all leave
 """
 
 import json
@@ -33,7 +33,7 @@ from fsdp2.watch.current import waiting
 from fsdp2.watch.trail import Entry, Trail, entry_of, number_of, trail_of, trails
 from fsdp2.watch.watchdog import Watchdog
 
-_MAX_TOLD = 4096  # entries that a rank may be behind; on a device others run ahead for half a second
+_MAX_TOLD = 4096  # the most entries that a rank may be behind; on a device others run ahead for half a second
 _MAX_TEXT = 10_000  # characters of an error
 _LIMIT_S = 60.0
 _END = Entry("end of a joint step", None)
@@ -44,8 +44,8 @@ class _Place(NamedTuple):
 
     Attributes:
         status: "runs", "pauses" before an exchange, "stopped".
-        num_exchanges: of this step, that it has begun.
-        ends: group name -> (the number of entries, the last ones).
+        num_exchanges: exchanges of this step that it has begun.
+        ends: group name -> (the number of entries, the last entries).
     """
 
     status: str
@@ -54,10 +54,10 @@ class _Place(NamedTuple):
 
 
 class JointStep:
-    """One step. Every rank of the default process group makes it, and ends it by `succeed` or `stop`.
+    """One step. Every rank of the default process group creates it, and ends it with `succeed` or `stop`.
 
     Attributes:
-        failure: what a rank said that failed; None while none is known to have.
+        failure: the message of a rank that failed; None while no failure is known.
         what, fqn, group_name: see `fsdp2.watch.current.Awaited`.
     """
 
@@ -74,15 +74,15 @@ class JointStep:
         self._dog = dog
         self._before = f"joint/{number - 1}"
         self._key = f"joint/{number}"
-        self._state = "runs", 0  # status and number of exchanges, in one: see `_tell`
+        self._state = "runs", 0  # status and number of exchanges, in one object: see `_tell`
 
     # --- in the watchdog's thread -------------------------------------------------------------------------------------
 
     def look(self, board: Board) -> str | None:
-        """Learn whether a rank has failed, and tell it how far this one has come. Returns why recovery was given up."""
+        """Check whether a rank has failed; if so, publish how far this one is. Returns why recovery was given up."""
         if self.failure is None:
             found = board.get(f"{self._key}/failed")
-            if found is None:  # meanwhile this rank itself may have failed, and said so in `failure`
+            if found is None:  # do not assign None: this rank may have set `failure` itself meanwhile
                 return None
             self.failure = found
         self._tell(board)
@@ -97,7 +97,7 @@ class JointStep:
         self._state = status, num_exchanges + 1
 
     def check(self) -> None:
-        """Raise StepError if another rank has failed, and all that have not failed have come as far as this one."""
+        """Raise `StepError` if another rank has failed, and all that have not failed are as far as this one."""
         status, num_exchanges = self._state
         if self.failure is not None and status != "stopped":
             self._state = "pauses", num_exchanges
@@ -106,7 +106,7 @@ class JointStep:
             self._state = "runs", num_exchanges
 
     def succeed(self) -> bool:
-        """This rank is through. Returns whether all are; otherwise a rank has failed.
+        """This rank has completed the step. Returns whether all have; otherwise a rank has failed.
 
         Raises:
             CollectiveError: a rank has died, or did something else.
@@ -120,13 +120,13 @@ class JointStep:
         return self._wait(lambda: board.has(f"{self._key}/all") or (None if self.failure is None else False), False)
 
     def stop(self, why: str, reset: Callable[[], None]) -> str:
-        """This rank has failed, or knows that another one has. Returns what the first one that failed said.
+        """This rank has failed, or knows that another one has. Returns the message of the first one that failed.
 
         Args:
-            reset: forgets the step; it may wait for what this rank has begun.
+            reset: discards the step; it may wait for what this rank has begun.
 
         Raises:
-            CollectiveError: ranks cannot come to the same place.
+            CollectiveError: the ranks cannot stop at the same place.
         """
         board, begun = self._dog.board, list[Callable[[], None]]()
         self._state = "stopped", self._state[1]
@@ -143,13 +143,13 @@ class JointStep:
             trail.begin_anew()
         if board.count(f"{self._key}/reset") == board.size:
             board.put(f"{self._key}/all reset", "1")
-            # A watchdog may still read what failed, and that key must not vanish while it does.
+            # This step's own "failed" must stay, because a watchdog may still read it.
             board.drop([f"{self._before}/failed", *(f"{self._key}/place/{rank}" for rank in range(board.size))])
         self._wait(lambda: board.has(f"{self._key}/all reset") or None)
         return self.failure
 
     def _must_stop(self) -> bool | None:
-        """Whether all ranks that have not failed pause here (True), or one has come farther (False)."""
+        """Whether all ranks that have not failed pause here (True), or one is farther (False)."""
         self._tell(self._dog.board)
         others = [place for place in self._told() if place is None or place.status != "stopped"]
         _, num_exchanges = self._state
@@ -158,7 +158,7 @@ class JointStep:
         return all(place is not None and place[:2] == ("pauses", num_exchanges) for place in others) or None
 
     def _is_level(self, begun: list[Callable[[], None]]) -> bool:
-        """Take part in what others have begun so far. Returns whether all have stopped, and at the same place."""
+        """Take part in what others have begun so far. Returns whether all have stopped at the same place."""
         self._tell(self._dog.board)
         places = self._told()
         is_level = all(place is not None and place.status == "stopped" for place in places)
@@ -170,8 +170,8 @@ class JointStep:
         return is_level
 
     def _tell(self, board: Board) -> None:
-        # The state first. In the watchdog's thread it may be older than the trails, which tells nobody anything wrong;
-        # "stopped", with trails from before, would.
+        # Read the state first. In the watchdog's thread it may be older than the trails, which is harmless; "stopped"
+        # with older trails would mislead the other ranks.
         status, num_exchanges = self._state
         ends = {trail.name: trail.end(_MAX_TOLD) for _, trail in trails()}
         board.put(f"{self._key}/place/{board.rank}", json.dumps(_Place(status, num_exchanges, ends)))
@@ -201,15 +201,15 @@ class JointStep:
             return found
 
     def _give_up(self, why: str) -> CollectiveError:
-        """The error of all ranks, which refuse from now on what needs the others."""
-        with suppress(RuntimeError):  # the store is gone, and the others learn of that
+        """The error that all ranks raise, now and at every later exchange."""
+        with suppress(RuntimeError):  # the store is gone, which the others notice too
             why = self._dog.board.claim(f"{self._key}/given up", why)
         self._dog.fail(why)
         return CollectiveError(why)
 
 
 def _missing(trail: Trail, ends: list[tuple[int, list[int]]]) -> list[int]:
-    """The entries that another rank has made in the trail's group and this one has not."""
+    """The entries in the trail's group that another rank has made but this one has not."""
     end, numbers = max(ends, key=lambda place: place[0])
     missing = end - trail.position
     if missing > len(numbers):

@@ -1,8 +1,8 @@
-"""The points at which a rank waits until all ranks of a group have done the same. Layer: watch.
+"""Points at which the ranks of a group compare what they have done. Layer: watch.
 
-They are the end of a backward that reduced gradients, and an optimizer's step. What all ranks did before at such a
-point, in this order, is known, and nothing waits; the hashes are compared later. Anything new is compared at once:
-before `backward` returns, and before the optimizer steps.
+They are the end of a backward that reduced gradients, and an optimizer's step. If the order of exchanges up to such a
+point has occurred before, no rank waits, and hashes are compared later. A new order is compared at once: before
+`backward` returns, and before the optimizer steps.
 """
 
 import time
@@ -22,7 +22,7 @@ from fsdp2.watch.settings import settings
 from fsdp2.watch.trail import Entry, Trail, forget_old_entries, trail_of, trails
 from fsdp2.watch.watchdog import Watchdog, watchdog
 
-_HELD_S = 60.0  # then the rank goes on: what it waits for is no exchange, and the others are alive and elsewhere
+_HELD_S = 60.0  # then the rank continues: it does not wait for an exchange, and the others are alive and elsewhere
 
 
 class _Held:
@@ -40,7 +40,7 @@ class _Held:
         self.is_done = False
 
     def post(self, dog: Watchdog) -> None:
-        """Say what this rank has done."""
+        """Publish what this rank has done."""
         if dog.board.claim(self.key, self.total) != self.total:
             dog.ask()
         elif dog.board.count(f"{self.key}/ranks") == len(self.ranks):
@@ -65,14 +65,14 @@ class _Held:
 
 
 def compare_order(ends_step: bool = False, groups: Iterable[dist.ProcessGroup] | None = None) -> None:
-    """All gradients of a backward are on their way, or an optimizer is about to step. Every rank of a group calls it at
-    the same places.
+    """Compare the order, after all reductions of a backward were issued or before an optimizer steps. Every rank of a
+    group calls it at the same places.
 
     Args:
-        groups: those that are compared; None for all in which gradients were reduced since the last time.
+        groups: the groups to compare; None for all in which gradients were reduced since the last call.
 
     Raises:
-        CollectiveError: ranks have done different things; on all of them.
+        CollectiveError: ranks have done different things; raised on all of them.
     """
     if current.failure is not None:
         raise CollectiveError(current.failure)
@@ -99,14 +99,14 @@ hooks.root_made.append(_watch_root)
 
 
 def compare_before_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer` is about to step: a place that all ranks which hold its parameters must reach alike.
+    """`optimizer` is about to step. All ranks that hold its parameters must have done the same up to here.
 
     Raises:
         CollectiveError: see `compare_order`.
         OrderError: the ranks have not agreed on the step yet.
     """
     if watchdog() is None:
-        return  # nobody to compare with: one process, fake groups and fake tensors, or switched off
+        return  # nothing to compare: one process, fake groups and fake tensors, or switched off
     groups = _groups_of(optimizer)
     if groups and current.step is not None:
         raise OrderError(
@@ -146,4 +146,4 @@ def _hold(dog: Watchdog, held: Sequence[_Held]) -> None:
     except (CollectiveError, StepError):
         raise
     except RuntimeError:
-        return  # the store is gone, with the process that has it; the next exchange fails by itself
+        return  # the store is gone together with its process; the next exchange will fail anyway

@@ -10,7 +10,7 @@ __all__ = ["machine", "stat_of"]
 
 @cache
 def machine() -> str:
-    """This kernel and its numbers of processes: containers number theirs apart. "" where there is no /proc."""
+    """Identifies this kernel and PID namespace (containers have their own); "" without /proc."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -18,8 +18,8 @@ def machine() -> str:
 
 
 def stat_of(pid: int) -> tuple[str, str] | None:
-    """(the kernel's letter for its state, when it began) of a process; empty if it has ended, None if it is hidden. A
-    number may be given to another process, which began later."""
+    """(the kernel's letter for its state, its start time) of a process; empty if it has ended, None if it is hidden. A
+    PID may be reused, by a process with a later start time."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]

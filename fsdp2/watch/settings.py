@@ -1,4 +1,4 @@
-"""`safety`: what is watched, and after how long. Layer: watch."""
+"""`safety`: the settings of the watchdog. Layer: watch."""
 
 from dataclasses import dataclass
 
@@ -23,18 +23,18 @@ def settings() -> Settings:
 
 
 def safety(is_on: bool = True, *, stall_after_s: float = 3.0, answer_within_s: float = 30.0) -> None:
-    """Set how ranks that differ are found: ranks that run units in another order, and waits that cannot end.
+    """Configure the detection of ranks that run units in different orders, and of waits that cannot end.
 
     Call it on all ranks with the same arguments, before the first forward. Without a call the defaults apply. See
-    docs/safety.md for what is found, and after how many seconds.
+    docs/safety.md for what is detected, and after how many seconds.
 
     Args:
-        is_on: False switches everything off but the list of what was done and the marks on gloo's messages, which cost
-            next to nothing.
-        stall_after_s: seconds that a wait for other ranks may take before they are asked what they do.
-        answer_within_s: seconds within which a process answers on another machine than that of the rank which compares
-            the answers. One that does not is taken to be dead. On the same machine the kernel tells what has become of
-            a process, and this matters only if it is shorter than 3 seconds.
+        is_on: False switches everything off except the trail of exchanges and the tags on gloo's messages, which cost
+            almost nothing.
+        stall_after_s: how many seconds a wait for other ranks may take before they are asked what they are doing.
+        answer_within_s: how many seconds a process on another machine than the comparing rank's has for its answer;
+            after that it counts as dead. For processes on the same machine the kernel reports their state, and this
+            setting only matters if it is shorter than 3 seconds.
 
     Raises:
         ArgumentError: a time is not above zero.

@@ -1,8 +1,8 @@
 """`Trail`: what this rank has done in one process group, in order. Layer: watch.
 
 Each exchange with the other ranks is an `Entry`, which all ranks of the group must make at the same place. An entry is
-recorded as a number that is the same in every process, so that recording costs one `list.append`, and a stretch of
-entries is compared by a hash of their numbers.
+recorded as a number that is equal in all processes, so recording is one `list.append`, and a sequence of entries is
+compared by a hash of their numbers.
 """
 
 import threading
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fsdp2.comm.base import hash_of
 
-MAX_KEPT = 8192  # entries; some steps of a model of a hundred units
+MAX_KEPT = 8192  # entries: several steps of a model with a hundred units
 MAX_KNOWN = 10_000
 
 
@@ -22,9 +22,9 @@ class Entry(NamedTuple):
     """One exchange.
 
     Attributes:
-        operation: "all-gather", "reduce-scatter", "all-reduce", ... ; "optimizer step" for what needs no exchange, but
+        operation: "all-gather", "reduce-scatter", "all-reduce", ... ; "optimizer step", which exchanges nothing but
             must happen at the same place.
-        unit: FQN of the unit, ``""`` for the root; None if it is about no unit.
+        unit: FQN of the unit, ``""`` for the root; None if it belongs to no unit.
         numel: elements, of all ranks or of one as in `fsdp2.events.Event`; padding included.
         nbytes: the same in bytes on the wire.
         dtype: on the wire; "" if there are several.
@@ -61,14 +61,14 @@ class Trail:
     """The entries of one process group.
 
     Attributes:
-        name: the group's, the same on all of its ranks.
+        name: the group's name, equal on all of its ranks.
         ranks: its global ranks.
-        numbers: of the entries that are kept, oldest first.
-        num_dropped: entries before these.
+        numbers: the numbers of the kept entries, oldest first.
+        num_dropped: the number of entries before these.
         has_reduced: gradients were reduced since the last `mark`.
-        num_marks: calls of `mark` that found new entries.
-        last_held: the key of the last comparison that ranks waited for.
-        known: number -> the `Watched` (`fsdp2.watch.exchange`) collective that was planned last with it.
+        num_marks: how many calls of `mark` found new entries.
+        last_held: the key of the last comparison for which ranks waited.
+        known: number -> the `Watched` (`fsdp2.watch.exchange`) collective last planned with it.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -93,26 +93,26 @@ class Trail:
         return self.num_dropped + len(self.numbers)
 
     def end(self, most: int) -> tuple[int, list[int]]:
-        """The position, and the last numbers before it, at one moment: for the watchdog, while the training thread goes
-        on."""
+        """The position and the last numbers before it, consistent while the training thread continues: for the
+        watchdog."""
         with self._forgetting:
             numbers = self.numbers[:]
             return self.num_dropped + len(numbers), numbers[-most:]
 
     def note(self, entry: Entry) -> None:
-        """Record an entry that does not occur often enough to have its number computed once."""
+        """Record an entry that is too rare to compute its number in advance."""
         self.numbers.append(number_of(entry))
 
     def take_back(self) -> None:
-        """The last entry has not been made after all."""
+        """Remove the last entry, whose exchange did not start."""
         with self._forgetting:
             self.numbers.pop()
 
     def mark(self, ends_step: bool) -> tuple[int, int, bool]:
-        """A point at which the ranks are compared: (position, hash of all entries up to it, whether the entries since
-        the last step are new). Ranks that have done the same since a common mark have the same hash.
+        """A point at which ranks are compared: (position, hash of all entries up to it, whether the entries since the
+        last step are new). Ranks that have done the same since a common mark have the same hash.
 
-        A step ends where an optimizer steps; for a program without an optimizer of torch, at every 64th mark."""
+        A step ends where an optimizer steps; in a program without a torch optimizer, at every 64th mark."""
         new = tuple(self.numbers[self._marked - self.num_dropped :])
         self._step, self._total = hash((self._step, new)), hash((self._total, new))
         self._marked = self.position
@@ -129,8 +129,7 @@ class Trail:
         return self.position, self._total, is_new
 
     def begin_anew(self) -> None:
-        """All ranks have come equally far, but not in the same way. What they do next is compared as if it were the
-        first."""
+        """All ranks are equally far, but by different entries: start the comparison over from here."""
         self._known.clear()
         self._marked = self.position
         self._total = self.position
@@ -160,18 +159,19 @@ def trail_of(group: dist.ProcessGroup) -> Trail:
 
 
 def trails() -> list[tuple[dist.ProcessGroup, Trail]]:
-    """All groups of more than one rank in which this process has exchanged something."""
+    """All groups of more than one rank in which this process has exchanged something, with their trails."""
     groups = [group for each in _trails.keyrefs() if (group := each()) is not None]  # other threads may begin some
     return [(group, trail) for group in groups if (trail := _trails.get(group)) is not None and len(trail.ranks) > 1]
 
 
 def forget_other_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Only `groups` exist; a model that is still there may keep others, which were destroyed."""
+    """Forget trails of groups other than `groups`: a model may keep destroyed groups alive."""
     for group in set(_trails) - set(groups):
         del _trails[group]
 
 
 def forget_old_entries() -> None:
-    """Bound what all trails keep. Once per forward of a root, so that programs without backwards are bounded too."""
+    """Limit the length of all trails. Called once per root forward, so that it applies to programs without backwards
+    too."""
     for trail in _trails.values():
         trail.forget()

@@ -1,4 +1,4 @@
-"""The watchdog: a thread that says what this process does when another rank asks, and ends waits that cannot end.
+"""The watchdog: a thread that reports what this process does when another rank asks, and ends waits that cannot end.
 Layer: watch.
 
 ::
@@ -8,8 +8,8 @@ Layer: watch.
     the first to claim it     collector/7      compares the answers (`collecting`)
                               verdict/7        every watchdog reads it; a fault ends the waits of its process
 
-It sleeps, and looks twice a second whether its process waits for too long or somebody has asked. It has its own client
-of the store, and never uses a collective.
+It sleeps, and checks twice a second whether its process waits for too long or another rank has asked. It has its own
+client of the store, and never uses a collective.
 """
 
 import atexit
@@ -39,7 +39,7 @@ from fsdp2.watch.settings import settings
 from fsdp2.watch.trail import Trail, entry_of, forget_other_groups, trails
 
 _TICK_S = 0.5
-_FAST_S = 0.01  # after a rank has failed in a step that all make or none
+_FAST_S = 0.01  # after a rank has failed in a joint step
 _AGAIN_S = 3.0  # between two questions about one wait
 _MAX_SENT = 2000  # entries of a trail
 _END_WAITS_TAG = 0x46530005
@@ -52,8 +52,8 @@ class Watchdog:
 
     Attributes:
         board: for the training thread.
-        agreed: for each group, up to which entry all ranks were last found to have done the same.
-        num_rounds: the last of its questions to which it got a verdict.
+        agreed: for each group, the last entry up to which all ranks were found to have done the same.
+        num_rounds: the number of its last question that got a verdict.
     """
 
     def __init__(self, world: dist.ProcessGroup, board: Board):
@@ -85,24 +85,24 @@ class Watchdog:
 
     @property
     def last_finding(self) -> str:
-        """What the ranks did when they were asked last; empty if they were not, or did not agree."""
+        """The text of the last finding; empty if there is none."""
         return "" if self._before is None else self._before.text
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still watches the present process group."""
+        """Whether it still watches the current process group."""
         world = self._world()  # None if it was destroyed, and nothing else holds it
         return not self._stop and self._pid == os.getpid() and world is not None and world is dist.group.WORLD
 
     def ask(self) -> None:
-        """Ask all ranks now, again if nobody compares the answers. `num_rounds` grows when they have answered."""
+        """Ask all ranks now. Ask again if no rank compares the answers. `num_rounds` grows when they have answered."""
         self._wanted = True
         self._wake.set()
 
     def explain(self) -> str | None:
-        """What the ranks say after an error of communication: the report, or None if they know nothing. Called while
-        `current` says what failed."""
-        before = self._num_begun  # one that is under way may have been answered before the error
+        """The ranks' report after a communication error, or None if they know nothing. Called while `current` says what
+        failed."""
+        before = self._num_begun  # a running round may have been answered before the error
         deadline = time.monotonic() + 2 * settings().answer_within_s + 2
         self.ask()
         while self.failure is None and self.num_rounds <= before and self.is_alive and time.monotonic() < deadline:
@@ -110,16 +110,16 @@ class Watchdog:
         return self.failure
 
     def close(self, why: str = "") -> None:
-        """The process ends: tell the others, and end the thread before Python does, which would crash in a call of the
-        store."""
+        """The process is ending: tell the other ranks, and end the thread before Python does, which would crash in a
+        call of the store."""
         if self._pid != os.getpid():  # a forked child has the same connections
             return
         has_ended, self._stop = self._stop, True
         self._board.is_closing = True
         self._wake.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(10.0)  # which may be about to tell the others itself
-            if self._thread.is_alive():  # in a call of the store, of which it has the only client
+            self._thread.join(10.0)  # it may be about to tell the others itself
+            if self._thread.is_alive():  # it is in a call of the store, with the only client
                 return
         if not has_ended:
             with suppress(RuntimeError):
@@ -150,18 +150,18 @@ class Watchdog:
                 if finding is not None:
                     self._act(finding)
                 elif was_wanted:
-                    self.ask()  # the collector has ended: another will collect
+                    self.ask()  # the collector has ended; another rank will collect
             self.close("has destroyed its process groups")
         except Exception as error:
-            # A RuntimeError: the store is gone, with the process that has it; what waits gets the backend's error.
-            # Another watchdog of the same ranks would be alone, since theirs go on.
+            # After a RuntimeError the store is gone together with its process, and waits get the backend's error.
+            # A new watchdog would be useless, because those of the other ranks continue.
             _unwatched[:] = [self._world]
             self._stop = True
             level = logging.DEBUG if isinstance(error, RuntimeError) else logging.ERROR
             _log.log(level, "the watchdog ends: %s: %s", type(error).__name__, error)
 
     def _sleep(self) -> bool:
-        """Whether to go on afterwards."""
+        """Sleep. Returns whether to continue."""
         step = current.step
         self._wake.wait(_TICK_S if step is None or step.failure is None else _FAST_S)
         self._wake.clear()
@@ -174,14 +174,14 @@ class Watchdog:
         return wait is not None and time.monotonic() >= self._next_ask
 
     def _compare_later(self) -> None:
-        """Compare what has been noted with what other ranks noted at the same places, without waiting for them."""
+        """Compare what this rank has recorded with the records of other ranks at the same places, without waiting."""
         while self.later:
             name, position, total = self.later.popleft()
             if self._board.claim(f"later/{name}/{position}", str(total)) != str(total):
                 self._wanted = True
 
     def _round(self, number: int) -> Finding | None:
-        """Answer a question, and get or make the verdict; None if nobody makes it."""
+        """Answer a question, and get or make the verdict; None if no rank makes it."""
         board = self._board
         board.put(f"answer/{number}/{board.rank}", json.dumps(self._answer().to_json()))
         if (collector := int(board.claim(f"collector/{number}", str(board.rank)))) == board.rank:
@@ -197,7 +197,7 @@ class Watchdog:
         return Answer(self._board.rank, pasts, wait, _line_of_main())
 
     def _act(self, finding: Finding) -> None:
-        """Do what the verdict says."""
+        """Act on the verdict."""
         self.agreed.update(finding.agreed)
         self._before = finding
         wait = current.oldest()
@@ -213,20 +213,20 @@ class Watchdog:
 
     def fail(self, why: str) -> None:
         """End all waits of this process with this error."""
-        if current.failure is None and self.is_alive:  # else there may be new groups, which are not to blame
+        if current.failure is None and self.is_alive:  # otherwise new groups, which are not at fault, may exist
             groups = [group for group in all_groups() if group.size() > 1]
             backends = [dist.get_backend_config(group) for group in groups]
             current.failure = why  # from now on the program may destroy them
             if not _end_waits(groups, backends):
-                _log.error("%s", why)  # the wait may not end, so nothing may be raised
+                _log.error("%s", why)  # the wait may never end, and then nothing is raised
 
 
 _running: list[Watchdog] = []
-_unwatched: list[ref[dist.ProcessGroup]] = []  # the default process group, if its ranks cannot be asked
+_unwatched: list[ref[dist.ProcessGroup]] = []  # the default process group, if its ranks cannot answer
 
 
 def watchdog() -> Watchdog | None:
-    """The watchdog of the present default process group, started at the first call; None where there is none."""
+    """The watchdog of the current default process group, started at the first call; None if it cannot have one."""
     if _running and _running[0].is_alive:
         return _running[0]
     if not settings().is_on or not dist.is_initialized():
@@ -255,7 +255,7 @@ def _past(trail: Trail) -> Past:
 
 
 def _line_of_main() -> str:
-    """Where the main thread is: its innermost line outside of libraries."""
+    """The innermost line of the main thread outside of libraries."""
     frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
     own = [each for each in frames if "/lib/python3" not in each.filename and "/fsdp2/" not in each.filename]
     at = (own or frames)[-1]
@@ -271,13 +271,13 @@ def _why_it_ends() -> str:
 
 
 def _end_waits(groups: Sequence[dist.ProcessGroup], backends: Sequence[str]) -> bool:
-    """End every wait in `groups`, each with its backends; whether that is certain. They are unusable afterwards.
+    """End every wait in `groups`, each with its backends, which makes them unusable. Returns whether that is certain.
 
     gloo cannot abort, but a message that times out closes the connections of its group, which ends all its waits."""
     others = []
     for group, names in zip(groups, backends, strict=True):
         if "gloo" in names:
-            # Every peer: one that has closed its connections fails at once, which ends no wait for the others.
+            # Try every peer: one that has closed its connections fails at once, which does not end waits for others.
             for peer in set(range(group.size())) - {group.rank()}:
                 with suppress(RuntimeError):
                     group.recv([torch.zeros(1)], peer, _END_WAITS_TAG).wait(timedelta(milliseconds=1))

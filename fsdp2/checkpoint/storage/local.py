@@ -269,7 +269,7 @@ def _naming(path: str) -> Iterator[None]:
 
 
 def _sync_folder(folder: str | Path) -> None:
-    """Make the names in a folder durable, if the file system can (several network file systems cannot, and need not)."""
+    """Make the names in a folder durable, if the file system can (some network file systems cannot, and need not)."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except PermissionError:  # the folder permits creating files, but not listing them
