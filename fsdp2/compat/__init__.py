@@ -1,6 +1,6 @@
 """Run code that was written for `torch.distributed.fsdp` on fsdp2, without changing it.
 
-While it is installed, torch's FSDP2 names resolve to ours. Layer: compat, the top; nothing in fsdp2 imports it.
+While compat is installed, torch's FSDP2 names resolve to ours. Layer: compat, the top; nothing in fsdp2 imports it.
 
     import fsdp2.compat.auto                      # one line, first in the program
     fsdp2.compat.install()                        # the same by hand; uninstall() puts everything back

@@ -9,8 +9,8 @@ from fsdp2.compat.installing import HOME, install
 
 __all__ = ["BOOTSTRAP", "main"]
 
-# On PYTHONPATH, with FSDP2_COMPAT=1, this folder's `sitecustomize` installs in every Python process below this one: the
-# workers of torchrun or `accelerate launch`, and those that `torch.multiprocessing.spawn` starts.
+# With this folder on PYTHONPATH and FSDP2_COMPAT=1, its `sitecustomize` installs compat in every Python child process:
+# the workers of torchrun or `accelerate launch`, and those that `torch.multiprocessing.spawn` starts.
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 
 USAGE = """\
@@ -24,7 +24,7 @@ the same."""
 
 
 def main(arguments: list[str]) -> None:
-    """Install, say so once, then run the program as `python` itself would."""
+    """Install compat, print a line about it once, then run the program as `python` itself would."""
     if arguments in (["-h"], ["--help"]):
         sys.stdout.write(f"{USAGE}\n")
     elif arguments == ["--path"]:

@@ -1,4 +1,4 @@
-"""``import fsdp2.compat.auto`` installs at once; with ``FSDP2_COMPAT=0`` in the environment it does not.
+"""``import fsdp2.compat.auto`` installs compat, unless the environment has ``FSDP2_COMPAT=0``.
 
 Layer: compat.
 """

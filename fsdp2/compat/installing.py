@@ -1,7 +1,7 @@
 """`install` and `uninstall`: replace torch's objects by ours, and restore them. Layer: compat.
 
 fsdp2 imports nothing private below `torch.distributed.fsdp`, because its implementation must not depend on torch's.
-Replacing a name is different: it must be replaced wherever it is read, also in private modules of torch. So this file
+Replacing a name is different: it must be replaced wherever it is read, also in private modules of torch. So this module
 goes through `sys.modules`. No private name is replaced: what clients access through a private path either works with
 torch's own objects, or is an attribute of our objects (`docs/compat.md` lists all).
 """
@@ -28,7 +28,7 @@ __all__ = ["HOME", "IMPLEMENTATION", "PUBLIC", "fully_shard", "install", "is_ins
 # The module from which client code imports FSDP2.
 HOME = "torch.distributed.fsdp"
 
-# The FSDP2 names that it exports; those that the installed torch does not have yet are skipped.
+# The FSDP2 names that it exports. Names that the installed torch lacks are skipped.
 _POLICIES = ("CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy")
 _HANDLES = ("FSDPModule", "GradientReductionHandle", "UnshardHandle")
 PUBLIC = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx", *_HANDLES, *_POLICIES)
@@ -48,7 +48,7 @@ _torch_fully_shard: Any = torch.distributed.fsdp.fully_shard
 
 @wraps(api.fully_shard)
 def fully_shard(module: Any, **kwargs: Any) -> Any:
-    """See `fsdp2.fully_shard`. Leaves what torch's leaves for others: marks on all modules below, and its state."""
+    """See `fsdp2.fully_shard`. Like torch's, it also sets marks on all modules below, and a state, for clients."""
     sharded = api.fully_shard(module, **kwargs)
     for root in [module] if isinstance(module, nn.Module) else module:
         state_view(root)
@@ -62,18 +62,18 @@ fully_shard.__module__ = __name__  # where pickle finds it
 
 
 def is_installed() -> bool:
-    """Whether torch's FSDP2 names resolve to ours now."""
+    """Whether torch's FSDP2 names currently resolve to ours."""
     return bool(_torchs)
 
 
 def install() -> None:
-    """Make the FSDP2 names of `torch.distributed.fsdp` those of fsdp2, in this process, until `uninstall`.
+    """Let the FSDP2 names of `torch.distributed.fsdp` resolve to fsdp2's, in this process, until `uninstall`.
 
-    Call it on every rank, before anything imports these names. Installing twice is the same as once. No communication.
+    Call it on every rank, before anything imports these names. A second call does nothing. No communication.
 
     Raises:
-        OrderError: a module outside of torch has already imported one of the names; the message says which. Nothing is
-            changed then.
+        OrderError: a module outside of torch has already imported one of the names; the message says which. In this
+            case nothing is changed.
 
     Example::
 
@@ -97,7 +97,7 @@ def install() -> None:
 def uninstall() -> None:
     """Restore torch's names. Does nothing if not installed.
 
-    Modules that imported a name meanwhile keep ours, unless they belong to torch. Sharded modules stay sharded.
+    Modules outside of torch that imported a name in the meantime keep ours. Sharded modules stay sharded.
     """
     with _lock:
         _exchange(_ours(), dict(_torchs))
@@ -137,8 +137,8 @@ def _is_torchs(name: str) -> bool:
 
 
 def _holders(objects: Mapping[str, Any], of: Callable[[str], bool]) -> Iterator[tuple[ModuleType, str, str]]:
-    """The modules with one of `objects` (by name) among their globals, the global's name and the object's; `of` selects
-    modules by name."""
+    """The modules that have one of `objects` (by name) as a global: module, name of the global, name of the object.
+    `of` selects modules by name."""
     names = {id(each): name for name, each in objects.items()}
     selected = {id(module): module for name, module in list(sys.modules.items()) if of(name)}  # some have two names
     for module in selected.values():

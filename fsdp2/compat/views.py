@@ -1,8 +1,8 @@
-"""A unit as clients see torch's: through `_get_fsdp_state()`, `fully_shard.state` and torch's registry of states.
-Layer: compat.
+"""A unit with the interface of torch's FSDP state, for clients that use `_get_fsdp_state()`, `fully_shard.state` or
+torch's registry of states. Layer: compat.
 
-NeMo Automodel reads the policy, axolotl and verl change when a unit reshards. Only the attributes that these use are
-here; this is not a general view of a unit.
+NeMo Automodel reads the policy, axolotl and verl change when a unit reshards. Only the attributes that these clients
+use exist; this is not a general view of a unit.
 """
 
 import sys
@@ -21,8 +21,8 @@ __all__ = ["StateView", "state_view"]
 
 
 def state_view(module: nn.Module) -> "StateView":
-    """The view of the unit that manages `module`, which must be sharded; the same object at each call, for each of its
-    modules, and where torch looks for it."""
+    """The view of the unit that manages `module`, which must be sharded. It is the same object in each call and for
+    each module of the unit, and is registered with torch."""
     view = fully_shard_state(module)
     if not isinstance(view, StateView):
         unit = unit_for(module)
@@ -41,13 +41,13 @@ class GroupView:
 
     @cached_property
     def mesh_info(self) -> Any:
-        """The mesh and its axes, as an object of torch's."""
+        """The mesh and its axes, as torch's object."""
         roles = self._unit.groups[0].roles
         axes = {"shard_mesh_dim": roles.shard_axis, "replicate_mesh_dim": roles.replicate_axis}
         kind = "HSDP" if None not in axes.values() else "FSDP" if roles.shard_axis is not None else "DDP"
         return _torchs("fsdp._fully_shard._fsdp_common", f"{kind}MeshInfo")(roles.mesh, **axes)
 
-    # Both may be set. A unit that stays unsharded after forward has no mesh then.
+    # Both may be set. For a unit that stays unsharded after forward, the mesh is None.
     reshard_after_backward = property(
         lambda self: self._unit.settings.reshard_after_backward,
         lambda self, value: self._unit.modules[0].set_reshard_after_backward(value, recurse=False),
@@ -59,7 +59,7 @@ class GroupView:
 
 
 class StateView(StageState):
-    """The state of a sharded module while installed: torch's checks take it for an `FSDPState`."""
+    """The state of a sharded module while compat is installed: torch's checks accept it as an `FSDPState`."""
 
     __class__ = property(lambda self: _torchs("fsdp._fully_shard._fsdp_state", "FSDPState"))
 
@@ -73,5 +73,5 @@ class StateView(StageState):
 
 
 def _torchs(module: str, name: str) -> Any:
-    """A private object of torch's, which clients look at."""
+    """A private object of torch that clients use."""
     return vars(sys.modules[f"torch.distributed.{module}"])[name]

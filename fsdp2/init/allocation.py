@@ -22,8 +22,8 @@ __all__ = ["is_unwritten", "is_written_less"]
 
 
 class _UnitMemory(Memory):
-    """One block for the shards of each dtype and device of a group, allocated at the first request for one of them, so
-    that nothing has to move afterwards."""
+    """One block for the shards of each dtype and device of a group, allocated when the first of them is requested, so
+    that nothing has to move later."""
 
     def __init__(self, model: nn.Module, chosen: Iterable[torch.Tensor]):
         self._units = units_below(model)
@@ -46,7 +46,7 @@ class _UnitMemory(Memory):
         return super().device_of(tensor) if managed is None else managed.plan.home
 
     def parameter_for(self, param: nn.Parameter) -> nn.Parameter | None:
-        """A zero sharded parameter, with zero padding; None if `param` is in no block."""
+        """A sharded parameter of zeros, padding included; None if `param` is in no block."""
         managed = self._managed.get(param)
         if managed is None or managed not in self._kinds:
             return None
@@ -78,7 +78,7 @@ class _ModelsOfUnits(Models):
 
 def is_unwritten(fresh: Fresh) -> bool:
     """Whether a tensor has not been written to since it was allocated, neither visibly to torch nor through `.data`.
-    False on ranks that cannot tell, because their shard is too small for a mark."""
+    False on ranks whose shard is too small for a mark."""
     tensor = fresh.tensor
     if isinstance(tensor, DTensor) and local_tensor(tensor).nbytes < SMALLEST:
         return False
@@ -86,7 +86,7 @@ def is_unwritten(fresh: Fresh) -> bool:
 
 
 def is_written_less(fresh: Fresh) -> bool:
-    """Whether it has been written to less often since then than while the model was built."""
+    """Whether a tensor has been written to less often since its allocation than while the model was built."""
     return writes_of(fresh.tensor)[0] - fresh.writes[0] < fresh.writes_on_meta
 
 

@@ -1,11 +1,11 @@
-"""Random values in blocks of the whole tensor, of which a rank draws those that its elements touch. Layer: init.
+"""Random values in blocks of the whole tensor; a rank draws only the blocks that contain its elements. Layer: init.
 
-A block is `BLOCK_NUMEL` elements that follow each other row by row, whatever the strides. torch's own operation draws
-it as a whole, from a generator that is seeded by the operation's key and the block's number. So values do not depend on
-how the tensor is cut, and a rank that owns rows draws little more than these.
+A block is `BLOCK_NUMEL` consecutive elements in row-major order, whatever the strides. torch's own operation draws it
+as a whole, from a generator that is seeded with the operation's key and the block's number. So values do not depend on
+the sharding, and a rank that owns rows draws little more than these.
 
-torch's CPU generator uses the low 32 bits of a seed. The blocks of one operation have different ones; two operations
-with n blocks together have a block in common with a probability of about n / 2**32.
+torch's CPU generator uses the low 32 bits of a seed. They are different for the blocks of one operation; two operations
+with n blocks in total have a block in common with a probability of about n / 2**32.
 """
 
 from math import prod

@@ -3,8 +3,8 @@
 ::
 
     allocate        every parameter and buffer on the meta device gets memory; the rest stays as it is
-    initialise      by a function of the user's, `init_weights`, or each module's `reset_parameters`
-    check           tensors that got memory but no values are an error, so garbage never trains
+    initialise      by the user's function, `init_weights`, or each module's `reset_parameters`
+    check           tensors that got memory but no values are an error, so garbage is never trained
     synchronise     replicas get the values of the first replica, buffers those of the first rank
 """
 
@@ -33,7 +33,7 @@ __all__ = ["materialize"]
 # Methods that (re)initialise a module's own values. torch's attention and Transformer have only the second name.
 RESETS = ("reset_parameters", "_reset_parameters", "reset_buffers")
 
-# What to do if the methods of modules are not enough.
+# Advice if the methods of modules are not enough.
 OTHERWISE = (
     "Pass a function that makes the values (init=), load them (fsdp2.checkpoint.load), or build the model on a real "
     "device and shard that."
@@ -59,8 +59,8 @@ def materialize(
     Args:
         model: the root module.
         init: a function that creates the values, called with `model` (``lambda model: model.apply(init_fn)``). None:
-            the model's own ``init_weights()`` if it has one (transformers, torchtitan), else `reset_parameters` of each
-            module, children first. A module's `reset_buffers()` is also called, if it has one.
+            the model's own ``init_weights()`` if it has one (transformers, torchtitan), otherwise `reset_parameters` of
+            each module, children first. A module's `reset_buffers()` is called too, if it has one.
         seed: see `seeded`; None continues with the default generators, which must be in the same state on all ranks.
         mode: see `seeded`.
         device: the device of buffers, and of parameters that are not sharded. None: that of the units.
@@ -69,7 +69,7 @@ def materialize(
         ArgumentError: parameters or buffers got memory but no values; all are named. Usually these are non-persistent
             buffers: give their module a method ``reset_buffers()``. Or a module is parametrised, or its reset fails on
             sharded parameters; the message says which, and why. Or, without `init`, the model's own methods wrote to a
-            parameter that had values before, such as those of a checkpoint.
+            parameter that already had values, for example from a checkpoint.
 
     Example::
 
@@ -125,7 +125,7 @@ def _initialise(model: nn.Module, init: Callable[[nn.Module], object] | None, fr
 
 
 def _touched(model: nn.Module, fresh: list[Fresh]) -> set[nn.Module]:
-    """The modules that hold, directly or below them, a tensor that was given memory. Others keep their values."""
+    """The modules that contain, directly or below, a tensor that was given memory. Other modules keep their values."""
     got = {each.tensor for each in fresh}
     prefixes: set[str] = set()
     for name, tensor in tensors_of(model, every_name=True):
@@ -136,7 +136,7 @@ def _touched(model: nn.Module, fresh: list[Fresh]) -> set[nn.Module]:
 
 
 def _check_plain(name: str, module: nn.Module) -> None:
-    """Raise for a parametrised module: its reset writes to a tensor computed from its parameters, and is lost. The
+    """Raise for a parametrised module: its reset would write to a tensor computed from its parameters, and be lost. The
     computation may not even run on shards (torch's weight norm divides by zero if one is empty)."""
     if is_parametrized(module):
         parametrizations: Any = module.parametrizations
@@ -167,8 +167,8 @@ def _run(function: Callable[[], object], what: str) -> None:
 
 
 def _children_first(module: nn.Module) -> Iterable[nn.Module]:
-    """All modules in the order in which their constructors end, so that a module's changes to its children come
-    last."""
+    """All modules in the order in which their constructors end, so that a module's changes to its children come after
+    theirs."""
     seen: dict[nn.Module, None] = {}
 
     def visit(each: nn.Module) -> None:
@@ -182,7 +182,7 @@ def _children_first(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def _check_all_written(model: nn.Module, fresh: list[Fresh], roles: MeshRoles | None) -> None:
-    """Raise, on all ranks alike, if tensors have no values: some ranks cannot tell it of their shards."""
+    """Raise on all ranks if tensors have no values. (Some ranks cannot see this in their shards.)"""
     now = dict(tensors_of(model))
     persistent = set(model.state_dict())
     unwritten = {
@@ -201,7 +201,7 @@ def _check_all_written(model: nn.Module, fresh: list[Fresh], roles: MeshRoles | 
 
 
 def _check_kept(had_values: dict[str, tuple[nn.Parameter, int]]) -> None:
-    """Raise if parameters that had values, from a checkpoint say, were initialised together with the others."""
+    """Raise if parameters that had values, for example from a checkpoint, were initialised with the others."""
     lost = [name for name, (param, writes) in had_values.items() if version(param) != writes]
     if lost:
         raise ArgumentError(
@@ -211,9 +211,9 @@ def _check_kept(had_values: dict[str, tuple[nn.Parameter, int]]) -> None:
 
 
 def _warn_of_replaced(model: nn.Module, fresh: list[Fresh]) -> None:
-    """Name modules that the model initialised again after their constructors, which `reset_parameters` does not repeat.
-    Writes on the meta device leave no values but are counted. Resets that the model's author wrote are not reported:
-    they may do everything, or may have been called twice."""
+    """Warn about modules that the model initialised again after their constructors: `reset_parameters` does not repeat
+    that. Writes on the meta device leave no values but are counted. Resets written by the model's author are not
+    reported: they may do everything, or may have been called twice."""
     modules: dict[str, None] = {}
     for each in fresh:
         owner = model.get_submodule(each.name.rpartition(".")[0])
@@ -248,7 +248,7 @@ def _roles(units: list[Unit]) -> MeshRoles | None:
 
 
 def _groups(roles: MeshRoles | None) -> list[dist.ProcessGroup]:
-    """Over which, one after the other, all ranks agree."""
+    """The groups over which, one after the other, all ranks agree."""
     both = () if roles is None else (roles.shard_group, roles.replicate_group)
     return [group for group in both if group is not None]
 

@@ -20,7 +20,7 @@ __all__ = ["as_dtensors", "copy_own", "number_of", "operand_of", "whole_of", "wr
 def whole_of(tensor: DTensor) -> torch.Tensor:
     """The values of all ranks. Collective. Detached, because torch 2.11 cannot gather a tensor that requires grad below
     autograd: it detaches the result in place, for which its DTensor has no strategy."""
-    on_mesh = tensor.detach().to(tensor.device_mesh.device_type)  # collectives need that of offloaded tensors
+    on_mesh = tensor.detach().to(tensor.device_mesh.device_type)  # for collectives, if it is offloaded
     assert isinstance(on_mesh, DTensor)
     return full_tensor(on_mesh).to(tensor.device)
 
@@ -33,8 +33,8 @@ def copy_own(whole: torch.Tensor, out: DTensor) -> None:
 
 
 def operand_of(operand: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a tensor argument of an operation on `like`, to whose shape it is expanded. Collective if
-    it is a DTensor with other placements than `like`."""
+    """This rank's elements of a tensor argument of an operation on `like`, expanded to the shape of `like`. Collective
+    if it is a DTensor with other placements than `like`."""
     if not isinstance(like, DTensor):
         return (whole_of(operand) if isinstance(operand, DTensor) else operand).expand(like.shape)
     if isinstance(operand, DTensor):
@@ -62,7 +62,7 @@ def write_on_whole(func: Any, args: Sequence[Any], out: DTensor) -> None:
     Collective: gathers `out` and the tensors in `args`.
 
     Args:
-        args: without the tensor that is written, which comes first.
+        args: the arguments without the first one, which is written.
     """
     whole = whole_of(out)
     func(whole, *[_whole(arg) for arg in args])
@@ -70,8 +70,8 @@ def write_on_whole(func: Any, args: Sequence[Any], out: DTensor) -> None:
 
 
 def number_of(tensor: DTensor) -> Any:
-    """``tensor.item()`` of the whole tensor. In torch 2.13 each rank gets the number of its own part, so that the ranks
-    of `nn.init.trunc_normal_` would end their loops at different times. Collective."""
+    """``tensor.item()`` of the whole tensor. In torch 2.13 each rank gets the number of its own part, so that ranks
+    would leave the loop in `nn.init.trunc_normal_` at different times. Collective."""
     if any(placement.is_partial() for placement in tensor.placements) and tensor.dtype == torch.bool:
         terms = DTensor.from_local(
             local_tensor(tensor).to(torch.int32), tensor.device_mesh, tensor.placements, run_check=False

@@ -1,8 +1,8 @@
 """Random initialisation that does not depend on the number of ranks: the context, and the operations that it replaces.
 
-Layer: init. `sequential` and `blocks` describe how the two modes generate values. Within this context one of them
-fills a sharded tensor instead of DTensor. With DTensor each rank would fill its part from its own generator: with equal
-seeds all ranks would get the same rows, and the model would depend on the number of ranks.
+Layer: init. `sequential` and `blocks` describe how the two modes generate values. Within the context they fill sharded
+tensors instead of DTensor. With DTensor each rank would fill its part from its own generator: with equal seeds all
+ranks would get the same rows, and the model would depend on the number of ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,8 +31,8 @@ aten = torch.ops.aten
 
 @contextmanager
 def seeded(seed: int | None = None, *, mode: Mode = "sequential") -> Iterator[None]:
-    """Within this context, random initialisation of sharded parameters gives, bit for bit, the model that one process
-    would get, on any number of ranks and with any sharding::
+    """Within this context, random initialisation of sharded parameters gives bitwise the model that one process would
+    get, on any number of ranks and with any sharding::
 
         with torch.device("meta"):
             model = Model()
@@ -43,11 +43,11 @@ def seeded(seed: int | None = None, *, mode: Mode = "sequential") -> Iterator[No
         with fsdp2.init.seeded(0):
             model.apply(init_weights)  # as for one process: reset_parameters, nn.init, param.normal_(), ...
 
-    Every rank must enter it and do the same in it as the single process would, which may use the same context. Every
-    in-place random operation on a DTensor is replaced: `normal_`, `uniform_`, `bernoulli_`, `random_`, `exponential_`,
-    `cauchy_`, `log_normal_`, `geometric_`, and so all of `torch.nn.init`; and of the others `randn_like`, `rand_like`,
-    `randint_like` and `bernoulli`. Placements are Shard of any dim (even or not, empty parts too) and Replicate: FSDP,
-    HSDP, TP under FSDP.
+    Every rank must enter it and do what the single process would do, which may use the same context. Every in-place
+    random operation on a DTensor is replaced: `normal_`, `uniform_`, `bernoulli_`, `random_`, `exponential_`,
+    `cauchy_`, `log_normal_`, `geometric_`, and so all of `torch.nn.init`; also `randn_like`, `rand_like`,
+    `randint_like` and `bernoulli`. Placements may be Shard of any dim (even or not, empty parts too) and Replicate:
+    FSDP, HSDP, TP under FSDP.
 
     ==============  =======================================================  =========================================
     `mode`          "sequential"                                             "blocks"
@@ -60,32 +60,32 @@ def seeded(seed: int | None = None, *, mode: Mode = "sequential") -> Iterator[No
     generator       is in the state of the single process's                  moves by one value per operation
     ==============  =======================================================  =========================================
 
-    "blocks" is faster where tensors are cut along their rows: a rank draws its own elements, and of each tensor less
-    than two blocks more. Cut along another dim, most blocks are touched by all ranks. In both modes, random operations
-    on plain tensors work as usual (in mode "blocks" the replaced operations use it for plain tensors too), and later
-    operations still agree.
+    "blocks" is faster if tensors are sharded along their rows: a rank draws its own elements, and less than two blocks
+    more per tensor. If they are sharded along another dim, every rank needs most blocks. In both modes, random
+    operations on plain tensors work as usual (in mode "blocks" the replaced operations use blocks for plain tensors
+    too), and later operations still agree.
 
     Plain tensors are assumed to be equal on all ranks: they may be operands together with DTensors, and may be copied
-    into them whole. Writes through a slice of a DTensor (``weight[pad] = 0``), which plain DTensors lose, take effect.
+    into them whole. Writes through a slice of a DTensor (``weight[pad] = 0``), which DTensor alone loses, take effect.
     `nn.init.orthogonal_` computes the whole matrix on every rank: `new_empty` of a DTensor returns a plain tensor here.
-    (The bits of the QR decomposition depend on the number of threads, in torch as well.) `trunc_normal_` determines by
-    an all-reduce whether any element has to be drawn again; a slice along a sharded dim is an all-reduce of its size;
-    writes by an index tensor (as in `nn.init.sparse_`) gather the tensor that they write to, and views that merge a
-    sharded dim with one before it gather theirs. Nothing else communicates.
+    (The bits of the QR decomposition depend on the number of threads, as in plain torch.) Only these communicate:
+    `trunc_normal_`, an all-reduce to find out whether any element must be drawn again; a slice along a sharded dim, an
+    all-reduce of its size; writes with an index tensor (as in `nn.init.sparse_`), which gather the written tensor; and
+    views that merge a sharded dim with an earlier one, which gather their tensor.
 
-    Leave it before training, when ranks need different dropout masks.
+    Leave the context before training, when ranks need different dropout masks.
 
     Args:
         seed: passed to `torch.manual_seed`. On exit the default generators (of the CPU and of the current accelerator)
             are restored, so ranks may have different seeds for everything else. None: continue with the default
-            generators, which must be in the same state on all ranks (this is not checked, because it would need
-            communication).
+            generators, which must be in the same state on all ranks. (This is not checked, because it would need
+            communication.)
         mode: see above. The two give different values. An operation's `generator` argument replaces the default one,
-            and must be in the same state on all ranks; "blocks" draws the 64 bits of the operation's key from it
-            (without one, from the CPU's on any device).
+            and must be in the same state on all ranks. "blocks" draws the 64 bits of the operation's key from it, or,
+            without one, from the CPU's default generator, whatever the device.
 
     Raises:
-        ArgumentError: another mode; or (within the context) a random operation on a DTensor with other placements.
+        ArgumentError: an unknown mode; or (within the context) a random operation on a DTensor with other placements.
         UnsupportedError: (within the context) a random operation on a DTensor that is not named above, or a write into
             a gathered view of a DTensor that is not a slice.
     """
@@ -130,15 +130,15 @@ DISTRIBUTIONS = (
     "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"
 )  # fmt: skip
 LIKE = ("randn_like", "rand_like", "randint_like", "bernoulli")
-# In-place operations that DTensor may not support for some placements; they run on the whole tensor.
+# In-place operations that DTensor does not support for some placements; they run on the whole tensor.
 ON_WHOLE = (aten.index_put_.default, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
 
 
 class _Filling(TorchDispatchMode):
     """Replaces random operations: all on DTensors, and in mode "blocks" the supported ones on plain tensors too.
 
-    It also corrects other operations that initialisation uses and that DTensor gets wrong or refuses: writes through
-    slices, and plain operands.
+    It also corrects other operations in initialisation that DTensor gets wrong or rejects: writes through slices, and
+    plain operands.
     """
 
     def __init__(self, mode: Mode) -> None:
@@ -224,7 +224,7 @@ class _Filling(TorchDispatchMode):
         if self._mode == "sequential":
             fill_sequential(target, draw, generator)
             return
-        # torch's own error for a dtype or an argument is raised on every rank, also on those that draw nothing.
+        # Raise torch's own error for a dtype or an argument on every rank, also on those that draw nothing.
         one = local.new_empty(1)
         of_one = None if operand is None else torch.full_like(one, 0.5, dtype=operand.dtype)
         draw(one, of_one, torch.Generator(local.device))
@@ -232,6 +232,6 @@ class _Filling(TorchDispatchMode):
 
 
 def _key(generator: torch.Generator | None) -> int:
-    """64 bits from the given generator, or from the CPU's default one, whatever the device of the tensor."""
+    """64 bits from the given generator, or from the CPU's default one, whatever the tensor's device."""
     device = torch.device("cpu") if generator is None else generator.device
     return int(torch.empty((), dtype=torch.int64, device=device).random_(-(2**63), None, generator=generator).item())

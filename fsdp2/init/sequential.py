@@ -1,13 +1,13 @@
-"""The random values that one process would generate, cut to what this rank owns. Layer: init.
+"""The random values that one process would generate, restricted to what this rank owns. Layer: init.
 
 One process draws a tensor's values from its generator one after the other, in memory order. Here every rank draws all
-of them, in spans of bounded size, keeps its own, and so leaves its generator in the state of the single process. This
-requires that several draws of n values together give the same as one draw. On the CPU that holds for every operation if
-the pieces follow three rules (measured, and tested again before it is relied on):
+of them, in spans of bounded size, and keeps its own; so its generator ends in the state of the single process's. This
+requires that several draws with n values in total give the same values as one draw. On the CPU this holds for every
+operation if the pieces follow three rules (measured, and tested again before each use):
 
 * `normal_` works in blocks of 16, so pieces start at multiples of 16;
-* it draws the last 16 values again if their number is not a multiple of 16, so the last piece has at least 16 values;
-* it uses another code path (with other values) for tensors with gaps or permuted dims, so the pieces do too.
+* it draws the last 16 values again if the number of values is not a multiple of 16, so the last piece has at least 16;
+* it uses another code path (with other values) for tensors with gaps or permuted dims, so pieces have them too.
 
 Otherwise (on accelerators, and for `bernoulli_` and `exponential_` where torch leaves them to MKL) every rank draws the
 whole tensor and frees it.
@@ -28,7 +28,7 @@ SPAN_NUMEL = 1 << 18  # values drawn at a time: 1 MiB of float32, which stays in
 BLOCK_NUMEL = 16  # of `normal_`
 PROBE_NUMEL = 5 * BLOCK_NUMEL + 3
 
-# Fills the first tensor; the second holds the values of the operation's tensor argument, if it has one.
+# Fills the first tensor. The second holds the values of the operation's tensor argument, if it has one.
 Draw = Callable[[torch.Tensor, torch.Tensor | None, torch.Generator | None], object]
 
 
@@ -50,7 +50,7 @@ class Target:
     operand: torch.Tensor | None = None
 
     def permuted(self, order: list[int]) -> "Target":
-        """The same elements for the tensor with its dims permuted."""
+        """The same elements of the tensor with permuted dims."""
         start, part, shape, stride = (
             tuple(numbers[dim] for dim in order) for numbers in (*self.box, self.shape, self.stride)
         )
@@ -101,8 +101,8 @@ def own_views(target: Target, values: torch.Tensor, start: int) -> Iterator[tupl
 
 
 def spans(numel: int, size: int, least: int) -> Iterator[tuple[int, int]]:
-    """`range(numel)` in spans of `size`. The last span may be longer or shorter, so that none is shorter than `least`
-    (unless `numel` is)."""
+    """`range(numel)` in spans of `size`. The last one may be longer or shorter, but is not shorter than `least` (unless
+    `numel` is)."""
     start = 0
     while start < numel:
         stop = start + size if numel - start - size >= least else numel
@@ -111,14 +111,14 @@ def spans(numel: int, size: int, least: int) -> Iterator[tuple[int, int]]:
 
 
 def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """As `Tensor.is_contiguous` says: strides of dims of size 1, and of empty tensors, do not matter."""
+    """As `Tensor.is_contiguous`: the strides of dims of size 1, and of empty tensors, do not matter."""
     if prod(shape) == 0:
         return True
     return all(size == 1 or got == wanted for size, got, wanted in zip(shape, stride, strides(shape), strict=True))
 
 
 def _scratch(numel: int, like: torch.Tensor, dense: bool) -> torch.Tensor:
-    """A 1-D tensor. If not dense, it has a gap after each element, so that torch uses the same code path as for the
+    """A 1-D tensor. If not `dense`, it has a gap after each element, so that torch uses the same code path as for the
     whole tensor."""
     if dense:
         return like.new_empty(numel)

@@ -1,10 +1,10 @@
 """Writes through a slice of a sharded tensor, which DTensor alone would lose. Layer: init.
 
-``weight[3]`` and ``weight[:2]`` are views, so writing to them changes `weight`. For a DTensor that is cut along the
-sliced dim this fails: DTensor gathers the whole tensor and returns a copy of the slice, and what is then written to it
-(the zeros of `nn.Embedding`'s padding row, the ones of `nn.init.dirac_`) is silently lost. Here such slices are copies
-too, but only the slice is gathered. Each copy is remembered with the region that it was copied from, and after a write
-to it the owners of the elements copy them back.
+``weight[3]`` and ``weight[:2]`` are views, so writing to them changes `weight`. For a DTensor that is sharded along the
+sliced dim this fails: DTensor gathers the whole tensor and returns a copy of the slice, and values written to it (the
+zeros of `nn.Embedding`'s padding row, the ones of `nn.init.dirac_`) are silently lost. Here such slices are copies too,
+but only the slice is gathered. Each copy is recorded with the region that it was copied from, and after a write to it
+the owners of the elements copy them back.
 """
 
 import weakref
@@ -32,8 +32,8 @@ class Region:
     """A rectangle of a DTensor, of which every rank has a copy.
 
     Attributes:
-        entries: the entries of each dim, or the one entry of a dim that the copy does not have. None for any other kind
-            of view, which cannot be written through.
+        entries: the entries of each dim, or the single entry of a dim that the copy lacks. None for any other kind of
+            view, which cannot be written through.
         reshaped: whether the copy has another shape than the rectangle, with the elements in the same order.
     """
 
@@ -60,7 +60,7 @@ class Region:
 
     def own_part(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """The elements of the rectangle that this rank owns: their index in the local tensor of `base`, and in the
-        rectangle. Each is one index tensor per dim, to be broadcast."""
+        rectangle, each as one broadcastable index tensor per dim."""
         assert self.entries is not None
         box = own_box(self.base)
         here, there = [], []
@@ -73,8 +73,8 @@ class Region:
         return tuple(here), tuple(there)
 
     def copied(self) -> DTensor:
-        """The copy, with the shape and strides that the view would have. Collective: an all-reduce of the slice over
-        each mesh axis that cuts the tensor."""
+        """A new copy, with the shape and strides that the view would have. Collective: an all-reduce of the slice over
+        each mesh axis that shards the tensor."""
         assert self.entries is not None
         base, local = self.base, local_tensor(self.base)
         rectangle = local.new_zeros([len(_positions(kept)) for kept in self.entries])
@@ -101,7 +101,7 @@ class Slices:
         self._regions: dict[int, tuple[weakref.ref[DTensor], Region]] = {}
 
     def take(self, func: Any, args: Sequence[Any]) -> Any:
-        """Run one of `SLICING` along a dim that is cut. Returns copies that can be written to. Collective."""
+        """Run one of `SLICING` along a sharded dim. Returns copies that can be written to. Collective."""
         source = args[0]
         whole = Region(source, tuple(range(size) for size in source.shape))
         if func in (aten.select.int, aten.slice.Tensor):
@@ -111,7 +111,7 @@ class Slices:
         return [self._copy(whole.sliced(*_one_of(func, args, index))) for index in range(num_pieces)]
 
     def note(self, func: Any, args: Sequence[Any], result: object) -> None:
-        """After any other view operation: remember which of its results are copies, or views of copies."""
+        """After any other view operation: record which of its results are copies, or views of copies."""
         source = args[0]
         region = self._of(source)
         results = result if isinstance(result, list | tuple) else [result]
@@ -130,7 +130,7 @@ class Slices:
         """After a write into `tensor`: if it is a copy, every rank writes the values that it owns back to the original.
 
         Raises:
-            UnsupportedError: it is a copy, but not of a rectangle.
+            UnsupportedError: it is a copy of something else than a rectangle.
         """
         region = self._of(tensor)
         if region is None:
@@ -145,7 +145,7 @@ class Slices:
             )
         local = local_tensor(base)
         here, there = region.own_part()
-        # Collective if the copy itself is cut, so it must come before the part that only some ranks do.
+        # Collective if the copy itself is sharded, so it must come before the part that only some ranks run.
         values = whole_of(tensor).reshape([len(_positions(kept)) for kept in region.entries])
         if all(index.numel() for index in here):
             local[here] = values[there].to(local)
@@ -163,8 +163,8 @@ class Slices:
 
 
 def viewed(tensor: DTensor, shape: Sequence[int]) -> DTensor:
-    """``tensor.view(shape)``; gathered if DTensor refuses, as it does for a dim that is cut unevenly, or if a rank
-    would have several pieces of a dim (rows and columns in one, cut along the columns). Collective."""
+    """``tensor.view(shape)``. Gathers if DTensor raises, as for an unevenly sharded dim, or if a rank would have
+    several pieces of a dim (rows and columns merged, sharded along the columns). Collective."""
     try:
         view: DTensor = aten.view.default(tensor, shape)
         own_box(view)
@@ -176,7 +176,7 @@ def viewed(tensor: DTensor, shape: Sequence[int]) -> DTensor:
 
 
 def cuts_sliced_dim(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a DTensor is cut along the dim that the operation (one of `SLICING`) works on."""
+    """Whether a DTensor is sharded along the dim that the operation (one of `SLICING`) works on."""
     source = args[0]
     place = 2 if func in (aten.split.Tensor, aten.split_with_sizes.default) else 1
     dim = (args[place] if len(args) > place else 0) % source.ndim
@@ -187,7 +187,7 @@ def cuts_sliced_dim(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _one_of(func: Any, args: Sequence[Any], index: int) -> tuple[Any, Sequence[Any]]:
-    """The slicing that gives only result `index` of a view operation that may have several."""
+    """The slicing that gives only result `index` of a view operation that may have several results."""
     if func not in (aten.split.Tensor, aten.split_with_sizes.default):
         return func, args
     dim = args[2] if len(args) > 2 else 0
@@ -201,7 +201,7 @@ def _positions(kept: range | int) -> Sequence[int]:
 
 
 def _index(entries: Sequence[int]) -> torch.Tensor:
-    """On the CPU, even if the default device is another, such as the meta device while a model is built."""
+    """An index tensor on the CPU, even if the default device is another, such as meta while a model is built."""
     return torch.tensor(entries, dtype=torch.int64, device="cpu")
 
 

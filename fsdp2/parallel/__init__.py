@@ -1,4 +1,4 @@
-"""Several kinds of parallelism together: meshes from degrees, and one call that applies them all."""
+"""Combined parallelism: meshes from degrees, and one call that applies all kinds."""
 
 from fsdp2.parallel.applying import parallelize
 from fsdp2.parallel.config import ParallelConfig

@@ -1,9 +1,9 @@
 """Check that the ranks of a group are about to do the same, once for each new combination. Layer: parallel.
 
-A ring of messages does not notice that one rank has other shapes: it hangs, or delivers garbage. So the first time a
-rank does something, it says in the store what that is and reads what the others said: no collective, no device.
-Repetitions only cost a look-up. A rank that changes alone, later on, gives up after `TIMEOUT`, with an error that names
-the ranks that said nothing.
+A ring of messages does not detect that one rank has other shapes: it hangs, or delivers garbage. So the first time a
+rank does something, it publishes that in the store and reads what the others published, without a collective or a
+device. Repetitions only cost a look-up. If later only one rank changes, it gives up after `TIMEOUT`, with an error that
+names the ranks without an answer.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from fsdp2.errors import ArgumentError, CollectiveError
 
 __all__ = ["TIMEOUT", "agree"]
 
-# If each rank compiles or loads, ranks reach their first attention minutes apart; NCCL's own limit is the same.
+# Ranks that compile or load reach their first attention minutes apart; NCCL's own limit is the same.
 TIMEOUT = timedelta(minutes=10)
 
-# By group and topic, what was asked, in order; "" for what failed: its keys in the store are not used again.
+# By group and topic, the facts compared so far, in order; "" for a failed comparison, whose keys are not reused.
 _asked: WeakKeyDictionary[dist.ProcessGroup, dict[str, list[str]]] = WeakKeyDictionary()
 
 
@@ -30,12 +30,12 @@ def agree(group: dist.ProcessGroup, topic: str, facts: Mapping[str, object], adv
     difference.
 
     Raises:
-        ArgumentError: the facts differ. Raised on all ranks, with those of each rank that has others.
+        ArgumentError: the facts differ. Raised on all ranks, with the facts of each rank that differs.
         CollectiveError: some ranks did not answer in time.
     """
     asked = _asked.setdefault(group, {}).setdefault(topic, [])
     mine, store = ", ".join(f"{name}={value}" for name, value in facts.items()), store_of(group)
-    if mine in asked or store is None:  # a fake process group has no store, and no other ranks
+    if mine in asked or store is None:  # a fake process group has neither a store nor other ranks
         return
     rank = dist.get_rank()
     keys = {each: f"fsdp2.agreement/{topic}/{len(asked)}/{each}" for each in dist.get_process_group_ranks(group)}

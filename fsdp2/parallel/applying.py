@@ -1,4 +1,4 @@
-"""`parallelize`: all kinds of parallelism, applied to one model in the order in which they fit. Layer: parallel.
+"""`parallelize`: all kinds of parallelism, applied to one model in the right order. Layer: parallel.
 
 Everything that depends only on config and model is checked before the model changes and before the first communication,
 identically on all ranks.
@@ -41,7 +41,7 @@ def parallelize(
     tp_plan: TensorPlan | None = None,
     **options: Any,
 ) -> Model:
-    """Apply what `config` says to `model`, in place: tensor parallelism, context parallelism, activation checkpointing,
+    """Apply `config` to `model`, in place: tensor parallelism, context parallelism, activation checkpointing,
     compilation, and `fully_shard` of each block and of the model.
 
     This order is necessary: layers are split before their parameters are sharded over the other ranks; recomputation
@@ -53,27 +53,27 @@ def parallelize(
     each tensor group to the others. For models on the meta device no values are sent; give them values afterwards
     (`to_empty`, then `fsdp2.init`).
 
-    Within a pipeline, `model` is one stage, and each rank calls it on the stages that `Meshes.stage_indices` returns;
-    `torch.distributed.pipelining` runs them.
+    With pipeline parallelism, `model` is one stage, and each rank calls this on the stages that `Meshes.stage_indices`
+    returns; `torch.distributed.pipelining` runs them.
 
     Args:
         model: a plain model; it becomes the root unit.
-        config: does not have to be resolved.
+        config: need not be resolved.
         meshes: from `build_meshes` with the same degrees; None creates them.
         blocks: which modules are blocks: a policy (`by_class`, ...), classes, modules, names of classes or of modules
-            (``"layers.*"``), or a list of these. None: those that the config names, or else those that
+            (``"layers.*"``), or a list of these. None: those named in the config, otherwise those that
             `transformer_blocks` finds.
-        tp_plan: styles of `torch.distributed.tensor.parallel`, or their names, by names of modules. None: the model's
-            own attribute `tp_plan`. Without tensor parallelism it has no effect.
-        options: of `fully_shard`, for each block and the model (`mp_policy`, `offload_policy`, `reshard_after_forward`,
-            `zero`, `ignored_params`, `shard_placement_fn`); they replace what the config says.
+        tp_plan: styles of `torch.distributed.tensor.parallel`, or their names, by module name. None: the model's own
+            attribute `tp_plan`. Without tensor parallelism it has no effect.
+        options: options of `fully_shard`, for each block and the model (`mp_policy`, `offload_policy`,
+            `reshard_after_forward`, `zero`, `ignored_params`, `shard_placement_fn`); they override the config.
 
     Returns:
         `model`, the same object.
 
     Raises:
-        ArgumentError: the degrees do not multiply to the number of ranks; no blocks are found, or `blocks` matches
-            none; there is no tensor plan, or it does not fit; or an option contradicts the config.
+        ArgumentError: the product of the degrees is not the number of ranks; no blocks are found, or `blocks` matches
+            none; the tensor plan is missing, or does not fit; or an option contradicts the config.
         MisuseError: the model is already sharded.
         UnsupportedError: an unknown style of tensor parallelism.
 
@@ -91,7 +91,7 @@ def parallelize(
         raise ArgumentError(f"parallelize: expected an nn.Module, got {type(model)}")
     if any(unit_of(module) is not None for module in model.modules()):
         raise MisuseError("parallelize: the model, or a part of it, is sharded already; call it once, on a plain model")
-    signature(fully_shard).bind(model, **options)  # an unknown option is a TypeError now, not later
+    signature(fully_shard).bind(model, **options)  # raise a TypeError for an unknown option now, not later
     units = units_of(model, (config.blocks or None) if blocks is None else blocks)
     chosen = [model.get_submodule(unit.fqn) for unit in units[:-1]]
     styles = None
@@ -116,7 +116,7 @@ def parallelize(
 
 
 def _shard_options(config: ParallelConfig, meshes: Meshes, given: dict[str, Any]) -> dict[str, Any]:
-    """The options of `fully_shard`: those of the config, replaced by those given."""
+    """The options of `fully_shard`: those of the config, overridden by `given`."""
     if own := {"mesh", "dp_mesh_dims"}.intersection(given):
         raise ArgumentError(f"parallelize: makes the mesh from the config's degrees; leave {', '.join(own)} out")
     options: dict[str, Any] = {"mesh": meshes.data}
@@ -132,7 +132,7 @@ def _shard_options(config: ParallelConfig, meshes: Meshes, given: dict[str, Any]
         options["reshard_after_forward"] = False
     options.update(given)
     if "ignored_params" in given:
-        options["ignored_params"] = parameter_set(given["ignored_params"])  # an iterator could be read only once
+        options["ignored_params"] = parameter_set(given["ignored_params"])  # an iterator can be read only once
     if meshes.only_replicates:
         zero, reshard = options.get("zero"), options.get("reshard_after_forward")
         if (zero is not None and zero.stage != 0) or reshard is not None:

@@ -1,17 +1,17 @@
 """The blocks of a model: which modules they are, and their recomputation and compilation. Layer: parallel.
 
-A block is recomputed, compiled and sharded as one. What a call of it does, from the outside in::
+A block is recomputed, compiled and sharded as one. A call of a block, from the outside in::
 
-    checkpoint           keeps only the inputs for backward, and runs everything inside again then
+    checkpoint           keeps only the inputs for backward, and then runs everything inside again
       hooks              of the block: fully_shard gathers its parameters, context parallelism replaces attention
         forward          compiled, together with the hooks of submodules (tensor and context parallelism)
 
-The checkpoint is outermost, so that everything that ran is run again. Parameters are gathered for backward before that,
-so the repeated hooks gather nothing. Compilation is inside: torch 2.13 cannot compile a checkpoint over DTensors
-("expected all tensors_saved_with_vc_check to be Tensors"), and the hooks of `fully_shard` then need not be traced.
+The checkpoint is outermost, so that everything is run again. Parameters are gathered for backward before that, so the
+repeated hooks gather nothing. Compilation is inside: torch 2.13 cannot compile a checkpoint over DTensors ("expected
+all tensors_saved_with_vc_check to be Tensors"), and this way the hooks of `fully_shard` need not be traced.
 
-As with `fully_shard`, the block's class is replaced by a subclass. Names of parameters and `isinstance` stay valid, and
-nothing refers back to the block (a forward set on the object would, and so keep it alive).
+As with `fully_shard`, the block's class is replaced by a subclass. Parameter names and `isinstance` stay valid, and
+nothing refers back to the block (a forward set on the object would keep it alive).
 
 Source: Training Deep Nets with Sublinear Memory Cost, https://arxiv.org/abs/1604.06174.
 """
@@ -37,14 +37,14 @@ Blocks = Policy | nn.Module | type[nn.Module] | str
 
 def units_of(model: nn.Module, spec: Blocks | Sequence[Blocks] | None) -> tuple[Wrapped, ...]:
     """The units of `model`: its blocks, children before their parents, and last the root. Changes nothing. Without a
-    `spec`: those of `transformer_blocks()`. Raises ArgumentError if a specification matches nothing."""
+    `spec`, the blocks of `transformer_blocks()`. Raises ArgumentError if a specification matches nothing."""
     specs = spec if spec is None or isinstance(spec, (list, tuple)) else [spec]
     policies = [each if isinstance(each, Policy) else _by_name(each) for each in specs or [transformer_blocks()]]
 
     def rule_for(whole: nn.Module) -> Rule:
         rules = [policy.rule_for(whole) for policy in policies]
         decided = lambda answer: (bool(answer[0]), bool(answer[1]))  # noqa: E731
-        return lambda *about: max((rule(*about) for rule in rules), key=decided)  # the first of equal ones
+        return lambda *about: max((rule(*about) for rule in rules), key=decided)  # of equal answers the first
 
     return auto_shard(model, Policy(", ".join(policy.name for policy in policies), rule_for), dry_run=True).units
 
@@ -56,7 +56,7 @@ def matches(pattern: str, fqn: str) -> bool:
 
 
 def _by_name(spec: Any) -> Policy:
-    """The modules that one specification selects; a list of modules, which has no forward, stands for its elements."""
+    """The modules that one specification selects. A module list without a forward stands for its elements."""
     if isinstance(spec, type):
         return by_class(spec)
     name = f"this {type(spec).__name__}" if isinstance(spec, nn.Module) else repr(spec)
@@ -79,11 +79,11 @@ def _by_name(spec: Any) -> Policy:
 
 
 def recompute_and_compile(blocks: Sequence[nn.Module], every: int, compile: bool | str) -> None:
-    """Recompute every `every`-th of the blocks in backward, from the first (0: none), and compile each; a string names
+    """Recompute every `every`-th block in backward, starting with the first (0: none), and compile each; a string names
     the backend of `torch.compile`.
 
-    Only the innermost blocks are treated and counted. Nothing is traced before the first forward; blocks of one class
-    share their graphs.
+    Only innermost blocks are changed and counted. Nothing is traced before the first forward; blocks of one class share
+    their graphs.
     """
     innermost = [block for block in blocks if not any(m in blocks for m in block.modules() if m is not block)]
     for index, block in enumerate(innermost):

@@ -17,7 +17,7 @@ from fsdp2.parallel.files import as_field, read_section
 
 __all__ = ["AXES", "ParallelConfig"]
 
-# The kinds of parallelism and the names of their mesh axes, outermost first: ranks that talk most are neighbours.
+# The kinds of parallelism and their mesh axes, outermost first: ranks that communicate most are neighbours.
 AXES = {"pipeline": "pp", "replicate": "dp_replicate", "shard": "dp_shard", "context": "cp", "tensor": "tp"}
 
 _CHECKPOINTING = {"none": 0, "full": 1, "selective": 2}
@@ -37,21 +37,21 @@ class ParallelConfig:
 
     Attributes:
         replicate: number of replicas of the sharded parameters (HSDP; with ``shard=1``, DDP).
-        shard: number of ranks over which parameters are sharded. ``"auto"`` (or -1): all that the other degrees leave.
+        shard: number of ranks over which parameters are sharded. ``"auto"`` (or -1): what the other degrees leave.
         tensor: number of ranks over which layers are split (tensor parallelism).
         context: number of ranks over which a sequence is split. Parameters are sharded over these ranks too.
-        pipeline: number of ranks that a batch passes through, with one or more stages on each.
+        pipeline: number of ranks in a pipeline, each with one or more stages.
         activation_checkpointing: ``"none"``; ``"full"`` recomputes every block in backward; an int n recomputes every
             n-th block, from the first; ``"selective"`` is 2. (False and True mean none and full.)
         compile: compile each block with `torch.compile`; a string names the backend.
-        reshard_after_forward: as for `fully_shard`; None: its default, but False within pipelines, where each
-            microbatch would gather again.
+        reshard_after_forward: as for `fully_shard`; None: its default, but False with pipelines, where each microbatch
+            would gather again.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``: the dtype of compute; gradients are reduced in float32.
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory.
-        offload: what else may be in host memory: ``"states"``, ``"gradients"`` (and states), ``"all"``, or ``"files"``
-            (all, with states and sharded parameters in files of the tier), as `Offload` says; the optimizer must be one
-            of `offload_optimizer`. Not together with `cpu_offload`.
-        offload_tier: with `offload`, where the state rests: ``"cpu"``, or a folder for files, or several.
+        offload: what to keep in host memory with `Offload`: ``"states"``, ``"gradients"`` (and states), ``"all"``, or
+            ``"files"`` (all, with states and sharded parameters in files of the tier). The optimizer must come from
+            `offload_optimizer`. Not together with `cpu_offload`.
+        offload_tier: with `offload`, where the state is kept: ``"cpu"``, or one or several folders for files.
         blocks: which modules become units: names of classes, or of modules (``"layers.*"``). Empty: they are detected.
 
     Raises:
@@ -96,8 +96,8 @@ class ParallelConfig:
             section: the section to read, if it has a different name.
 
         Raises:
-            ArgumentError: the file is not TOML or YAML, has no such section, or has a key that is no field, or a value
-                that is invalid. The message names file and key.
+            ArgumentError: the file is not TOML or YAML, lacks the section, or has an unknown key or an invalid value.
+                The message names file and key.
             OSError: the file cannot be read.
 
         Example::
@@ -115,7 +115,7 @@ class ParallelConfig:
         """The config in a dict with the keys of a file. A value of None counts as absent.
 
         Args:
-            values: by the names of the fields.
+            values: values by field name.
             source: the beginning of error messages.
 
         Raises:
@@ -135,7 +135,7 @@ class ParallelConfig:
         """The same config with a number for `shard`, checked against the number of ranks.
 
         Raises:
-            ArgumentError: the degrees do not multiply to `world_size`; the message does the arithmetic.
+            ArgumentError: the product of the degrees is not `world_size`; the message shows the arithmetic.
         """
         given = {name: getattr(self, name) for name in AXES if getattr(self, name) != "auto"}
         product, is_auto = prod(given.values()), self.shard == "auto"
@@ -165,8 +165,8 @@ class ParallelConfig:
 
     @property
     def data_ranks(self) -> int:
-        """How many different batches a step has, in a resolved config: one for each replica and shard. The ranks of
-        tensor, context and pipeline parallelism work on the same one."""
+        """The number of different batches in a step, for a resolved config: one for each replica and shard. The ranks
+        of tensor, context and pipeline parallelism share a batch."""
         return self.degrees["replicate"] * self.degrees["shard"]
 
     @property

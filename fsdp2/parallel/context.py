@@ -1,9 +1,9 @@
 """Context parallelism for any model that calls `F.scaled_dot_product_attention`, by replacing it with ring attention.
 Layer: parallel.
 
-The first use replaces the function, and the names under which loaded modules have imported it, for the life of the
-process. The new one only passes calls on unless a context group is active. (A `TorchFunctionMode` is disabled in
-functions that it intercepts, such as `Tensor.backward`, where checkpoints recompute attention.)
+The first use replaces the function, under all names under which loaded modules have imported it, for the life of the
+process. The replacement only forwards calls unless a context group is active. (A `TorchFunctionMode` would not do: it
+is disabled in functions that it intercepts, such as `Tensor.backward`, where checkpoints recompute attention.)
 
 The active group is a property of the process, because on CUDA another thread recomputes checkpoints. So only one thread
 at a time may run models with context parallelism.
@@ -26,7 +26,7 @@ __all__ = ["apply_context_parallel"]
 
 
 class _Active:
-    """The group over which attention runs now ("" for none), and the module whose forward activated it."""
+    """The group over which attention currently runs ("" for none), and the module whose forward activated it."""
 
     group_name = ""
     owner: nn.Module | None = None
@@ -55,13 +55,13 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, *, is_stage: bool
     parallelism is applied and before `fully_shard`, as `parallelize` does.
 
     Args:
-        model: its inputs are cut along the sequence by `shard_sequence`, position ids and labels included.
+        model: a model whose inputs, including position ids and labels, are split by `shard_sequence`.
         mesh: the 1-D context axis, such as ``mesh["cp"]``.
-        is_stage: `model` is a stage of a pipeline, which may have no attention: there that is a warning.
+        is_stage: `model` is a pipeline stage, which may have no attention: then this is only a warning.
 
     Raises:
-        MisuseError: at the model's first forward, if no attention ran in it; or another context axis is active.
-        UnsupportedError: at a forward whose attention has a mask or dropout.
+        MisuseError: in the model's first forward no attention ran; or another context axis is active.
+        UnsupportedError: in a forward, attention has a mask or dropout.
 
     Example::
 
@@ -93,13 +93,13 @@ def _enter(group_name: str, module: nn.Module, args: Any) -> None:
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    """Deactivate the group. Runs also if forward raised."""
+    """Deactivate the group. Also runs if forward raised."""
     if _active.owner is module:
         _active.group_name, _active.owner = "", None
 
 
 def _check_ran(group_name: str, before: int, is_stage: bool, module: nn.Module, args: Any, output: Any) -> None:
-    """After a forward of the model: ring attention has run more often than before it was applied."""
+    """After a forward of the model: raise or warn if ring attention has not run since it was applied."""
     if not torch.compiler.is_compiling() and num_ring_attentions[group_name] == before:
         message = f"apply_context_parallel: in the first forward of {type(module).__name__} {_NO_ATTENTION}"
         if not is_stage:
@@ -107,7 +107,7 @@ def _check_ran(group_name: str, before: int, is_stage: bool, module: nn.Module, 
         warn(f"{message}. A stage that has none is right.", stacklevel=2)
 
 
-# --- the function that takes over -------------------------------------------------------------------------------------
+# --- the replacement --------------------------------------------------------------------------------------------------
 
 
 def _attention(
@@ -133,7 +133,7 @@ def _attention(
 
 
 def _install() -> None:
-    """Replace the function by `_attention` in all loaded modules. Modules loaded later get it from torch."""
+    """Replace the function by `_attention` in all loaded modules. Modules loaded later import it from torch."""
     if F.scaled_dot_product_attention is _attention:
         return
     for name, module in list(sys.modules.items()):

@@ -1,13 +1,13 @@
-"""Sequences over a context axis: cutting batches, positions, labels, the mean over all tokens. Layer: parallel.
+"""Sequences over a context axis: batches, positions, labels, and the mean over all tokens. Layer: parallel.
 
-Sequences are cut as in `ring_attention`, each rank getting one chunk from the head and one from the tail. So a rank's
-rows are not contiguous: whatever depends on positions (rotary embeddings) or on the next token (labels) is computed for
-the whole sequence and cut like the tokens.
+Sequences are split as in `ring_attention`: each rank gets one chunk from the head and one from the tail. So a rank's
+rows are not contiguous. Everything that depends on positions (rotary embeddings) or on the next token (labels) is
+computed for the whole sequence and split like the tokens.
 
-The *sum* of the parameter gradients over the context ranks is that of the sum of their losses, as with data-parallel
-ranks: ring attention sends the gradients of other ranks' keys and values to their owners. `fully_shard` divides it by
-the number N of all data ranks (replicate x shard x context). So the mean over all tokens results from local losses
-``N * (sum of local losses) / (number of tokens of all ranks)``, which is `token_mean`.
+The *sum* of the parameter gradients over the context ranks is the gradient of the sum of their losses, as with
+data-parallel ranks: ring attention sends the gradients of other ranks' keys and values to their owners. `fully_shard`
+divides it by the number N of all data ranks (replicate x shard x context). So for the mean over all tokens each rank
+uses the loss ``N * (sum of local losses) / (number of tokens of all ranks)``, which is `token_mean`.
 """
 
 from collections.abc import Mapping
@@ -31,27 +31,28 @@ _ONE_BATCH = (
     "The ranks of a context group share one batch: let the data loader go by the data-parallel rank (replicate x "
     "shard), not by the global one, and shuffle with the same seed."
 )
-_compared: WeakSet[dist.ProcessGroup] = WeakSet()  # groups whose ranks have had the same contents once
+_compared: WeakSet[dist.ProcessGroup] = WeakSet()  # groups whose batches' contents were compared once
 
 
 def shard_sequence(batch: Batch, mesh: DeviceMesh, dims: Dims = 1) -> Batch:
-    """This rank's rows of sequences: of inputs, labels, position ids, masks of ones, rotary tables.
+    """This rank's rows of sequences: inputs, labels, position ids, masks of ones, rotary tables.
 
     Every rank of `mesh` must call it with the same batch. This is checked across ranks: names, shapes and dtypes once
-    for each new combination, and at the first call the contents too. Otherwise it does not communicate.
+    for each new combination, and in the first call also the contents. Otherwise it does not communicate.
 
     Args:
-        batch: one tensor, or tensors by name. Length ``n`` along the sequence dim must divide by twice the ranks.
+        batch: one tensor, or tensors by name. The length ``n`` along the sequence dim must be a multiple of twice the
+            number of ranks.
         mesh: the 1-D context axis, such as ``mesh["cp"]``.
         dims: the sequence dim of all tensors, or one per name, with None (or no entry) for tensors that stay whole.
 
     Returns:
-        The same with ``n / ranks`` rows along the sequence dim, contiguous; tensors that stay whole are the same
+        The same with ``n / ranks`` rows along the sequence dim, contiguous. Tensors that stay whole are the same
         objects.
 
     Raises:
-        ArgumentError: a length that does not divide, a dim that a tensor does not have, an unknown name in `dims`, or
-            ranks with different batches (raised on all of them).
+        ArgumentError: a length is not such a multiple, a tensor lacks the dim, `dims` has an unknown name, or ranks
+            have different batches (raised on all of them).
 
     Example::
 
@@ -71,12 +72,12 @@ def shard_sequence(batch: Batch, mesh: DeviceMesh, dims: Dims = 1) -> Batch:
 
 
 def unshard_sequence(batch: Batch, mesh: DeviceMesh, dims: Dims = 1) -> Batch:
-    """The whole sequences from each rank's part, as returned by `shard_sequence` or computed from it by a model; the
-    same on every rank. Without gradients: for inspecting logits, generated text, tests.
+    """The whole sequences from each rank's part, which comes from `shard_sequence` or from a model; the same on every
+    rank. Without gradients: to inspect logits or generated text, and for tests.
 
     Collective: every rank of `mesh` must call it; one all-gather per tensor.
 
-    Args, raises: as `shard_sequence`.
+    Arguments and errors are those of `shard_sequence`.
     """
     named, wanted = _cut_along(batch, mesh, dims)
     whole = {name: _gather(named[name].detach(), dim, mesh) for name, dim in wanted.items()}
@@ -88,7 +89,7 @@ def positions(length: int, mesh: DeviceMesh, device: torch.device | str | None =
     select rows of a rotary table. No communication.
 
     Raises:
-        ArgumentError: `length` does not divide by twice the ranks.
+        ArgumentError: `length` is not a multiple of twice the number of ranks.
 
     Example:
         >>> positions(16, mesh["cp"])  # on rank 1 of 2  # doctest: +SKIP
@@ -101,7 +102,7 @@ def positions(length: int, mesh: DeviceMesh, device: torch.device | str | None =
 def next_token_labels(labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
     """The label of each token of *whole* sequences ``[..., length]``: the next token, and `ignore_index` for the last.
 
-    Call it before the sequence is cut: afterwards the next token of a chunk's last row is on another rank.
+    Call it before `shard_sequence`: afterwards the next token of a chunk's last row is on another rank.
     transformers' models accept the result as ``shift_labels``.
 
     >>> next_token_labels(torch.tensor([[7, 8, 9]]))
@@ -112,14 +113,14 @@ def next_token_labels(labels: torch.Tensor, ignore_index: int = -100) -> torch.T
 
 
 def token_mean(loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The loss to call `backward` on, for gradients of the mean over all tokens of all ranks.
+    """The loss for `backward`, so that gradients are those of the mean over all tokens of all ranks.
 
     Collective: every rank of `mesh` must call it. One all-reduce of a number per axis.
 
     Args:
         loss_sum: the sum of this rank's token losses; 0-dim, with its graph.
         num_tokens: the number of these tokens, without ignored ones. With gradient accumulation: the number in all
-            micro-batches of the step, whose losses then add up to the mean.
+            microbatches of the step, so that their losses add up to the mean.
         mesh: all axes over which gradients are averaged: replicate, shard and context, or one that flattens them.
 
     Returns:
@@ -132,7 +133,7 @@ def token_mean(loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, mesh: Dev
     """
     if isinstance(num_tokens, torch.Tensor) and num_tokens.device == loss_sum.device:
         total = num_tokens.to(torch.int64, copy=True)
-    else:  # not copied: from memory that is not page-locked the host would wait for the forward
+    else:  # no copy: from memory that is not page-locked, the host would wait for the forward
         total = torch.full((), int(num_tokens), dtype=torch.int64, device=loss_sum.device)
     for axis in range(mesh.ndim):
         dist.all_reduce(total, group=mesh.get_group(axis))
@@ -143,7 +144,7 @@ def token_mean(loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, mesh: Dev
 
 
 def _cut_along(batch: Any, mesh: DeviceMesh, dims: Dims) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """The tensors by name, and the sequence dim of each that has one."""
+    """The tensors by name, and the sequence dims by name."""
     context_group(mesh)  # raises unless 1-D
     named = {"": batch} if isinstance(batch, torch.Tensor) else dict(batch)
     given = dict.fromkeys(named, dims) if isinstance(dims, int) else dims

@@ -1,6 +1,6 @@
-"""Reading a config from a TOML or YAML file: its section, and the form of its values. Layer: parallel; pure.
+"""Reads a config from a TOML or YAML file. Layer: parallel; pure.
 
-The only file that uses PyYAML, which is an optional dependency (``pip install "fsdp2[yaml]"``).
+The only module that uses PyYAML, an optional dependency (``pip install "fsdp2[yaml]"``).
 """
 
 import tomllib
@@ -15,10 +15,11 @@ __all__ = ["as_field", "read_section"]
 
 
 def read_section(path: str | PathLike[str], section: str | None) -> tuple[dict[str, Any], str]:
-    """A section of the file, and its name for messages. Without a name: ``parallel``, or the whole file if it has none.
+    """A section of the file, and its name for messages. If `section` is None: ``parallel``, or the whole file if that
+    is missing.
 
     Raises:
-        ArgumentError: the file is not TOML or YAML, or has no such section.
+        ArgumentError: the file is not TOML or YAML, or lacks the section.
     """
     path = Path(path)
     content = _parsed(path)
@@ -53,7 +54,7 @@ def _parsed(path: Path) -> Any:
 
 
 def as_field(name: str, value: Any) -> Any:
-    """Convert values that files can only express in another way."""
+    """Convert values that a file expresses differently."""
     if name == "blocks":
         return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
     if name == "reshard_after_forward" and value == "auto":

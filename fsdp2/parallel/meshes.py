@@ -1,15 +1,15 @@
 """The device meshes of a `ParallelConfig`: one root mesh with named axes, and its parts. Layer: parallel.
 
-Axes, outermost first; those of degree 1 are left out (``dp_shard`` stays if there is no other data axis)::
+Axes, outermost first. Those of degree 1 are left out (``dp_shard`` stays if it is the only data axis)::
 
     pp            dp_replicate   dp_shard   cp        tp
     pipeline      replicate      shard      context   tensor
                   \\________ `data` _______________/
                   \\________ `loss` _______________/   the same ranks on one axis
 
-Each rank of the context axis holds another part of the same sequences, so for sharded data parallelism it is one more
-rank with its own data: parameters are sharded over shard x context, and gradients averaged over them. torchtitan and
-Accelerate do the same.
+Each rank of the context axis holds a different part of the same sequences. For sharded data parallelism it is one more
+rank with its own data: parameters are sharded over shard x context, and gradients averaged over them, as in torchtitan
+and Accelerate.
 """
 
 from dataclasses import dataclass, replace
@@ -35,10 +35,10 @@ class Meshes:
 
     Attributes:
         config: resolved: `shard` is a number.
-        root: all ranks; its axes are those of the module's table.
+        root: all ranks; its axes are those of the table above.
         data: for `fully_shard`: 1-D, or 2-D (replicate, shard), with context folded into the shard axis.
-        loss: 1-D, the ranks of `data`: those over which losses and token counts are averaged.
-        tensor, context, pipeline: 1-D; None where the degree is 1.
+        loss: 1-D: the ranks of `data`, over which losses and token counts are averaged.
+        tensor, context, pipeline: 1-D; None if the degree is 1.
     """
 
     config: ParallelConfig
@@ -51,18 +51,18 @@ class Meshes:
 
     @property
     def data_ranks(self) -> int:
-        """How many different batches a step has."""
+        """The number of different batches in a step."""
         return self.config.data_ranks
 
     @property
     def data_rank(self) -> int:
-        """Which of these batches this rank works on. It is the same on ranks that differ only in tensor, context and
-        pipeline parallelism."""
+        """The index of this rank's batch. Equal on ranks that differ only in tensor, context and pipeline
+        parallelism."""
         return self.loss.get_local_rank() // self.config.context
 
     @property
     def only_replicates(self) -> bool:
-        """Whether `data` has only a replicate axis, so that parameters are whole on each rank."""
+        """Whether `data` has only a replicate axis, so that each rank has whole parameters."""
         return self.config.replicate > 1 and self.config.shard == self.config.context == 1
 
     @property
@@ -74,7 +74,7 @@ class Meshes:
         """The stages of a pipeline that this rank runs.
 
         Args:
-            num_stages: the stages of the whole pipeline, a multiple of the pipeline degree, which is the default.
+            num_stages: the number of stages of the whole pipeline, a multiple of the pipeline degree (the default).
             style: how stages are distributed if a rank has several. ``"loop"``: rank r has r, r + n, ... (the
                 interleaved schedules). ``"v"``: rank r has r and 2n - 1 - r (`ScheduleZBVZeroBubble`,
                 `ScheduleDualPipeV`).
@@ -105,12 +105,12 @@ def build_meshes(config: ParallelConfig, device_type: str | None = None) -> Mesh
     config, before anything else communicates over the meshes. Needs an initialised default process group.
 
     Args:
-        config: does not have to be resolved.
+        config: need not be resolved.
         device_type: "cuda", "cpu", ...; None: the accelerator of this machine, or the CPU.
 
     Raises:
-        ArgumentError: there is no process group; the degrees do not multiply to the number of ranks; or ranks have
-            different configs, which is raised on all of them, before any collective.
+        ArgumentError: no process group is initialised; the product of the degrees is not the number of ranks; or ranks
+            have different configs, which is raised on all of them, before any collective.
 
     Example::
 
@@ -143,7 +143,7 @@ def _make(config: ParallelConfig, device_type: str) -> Meshes:
     root = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def part(*axes: str) -> DeviceMesh | None:
-        """Those of these axes that the root has, flattened to one axis."""
+        """The given axes that the root has, flattened into one axis; None if it has none."""
         there = tuple(axis for axis in axes if axis in sizes)
         return flatten_mesh(root[there]) if there else None
 

@@ -1,19 +1,20 @@
-"""`ring_attention`: attention over a sequence that is cut over ranks. Layer: parallel.
+"""`ring_attention`: attention over a sequence that is split over ranks. Layer: parallel.
 
-Every rank keeps its queries; keys and values go round a ring. While a rank computes with one block, the next one is
-being sent::
+Every rank keeps its queries; keys and values go round a ring. While a rank computes with one block, the next one is in
+flight::
 
     step            0              1              2                    n ranks, here 3; rank r's block is K_r
     rank 0     q0 x K_0       q0 x K_2       q0 x K_1                  forward: n - 1 messages of one K and V
     rank 1     q1 x K_1       q1 x K_0       q1 x K_2
     rank 2     q2 x K_2       q2 x K_1       q2 x K_0
 
-The backward goes round once more. The gradients of a block's keys and values travel one step behind it, and each rank
+The backward goes round once more. The gradients of a block's keys and values follow one step behind it, and each rank
 adds its part; after n messages they are back at the owner. They and all sums over blocks are float32 (float64 for
-float64). A rank holds its own keys and values, the current block and the one that is arriving.
+float64). A rank holds its own keys and values, the current block and the arriving one.
 
-The *head-tail* layout: a sequence is cut into ``2 n`` equal chunks, and rank r has chunks r and ``2 n - 1 - r``. Under
-a causal mask, early rows see few keys and late rows many. With one chunk of each kind, every rank has the same work.
+The *head-tail* layout: a sequence is split into ``2 n`` equal chunks, and rank r has chunks r and ``2 n - 1 - r``.
+Under a causal mask, early rows see few keys and late rows many. With one chunk of each kind, every rank has the same
+work.
 With 2 ranks (a row is a rank's query chunk, ``.`` is masked, ``\\`` half masked)::
 
                     k0   k3  | k1   k2
@@ -23,9 +24,9 @@ With 2 ranks (a row is a rank's query chunk, ``.`` is masked, ``\\`` half masked
              q2     #    .   | #    \\                 first half of the keys of rank 0
 
 Every step is half a full block, on every rank. Without a mask the layout is the same, and each step is a full block.
-Messages are `batch_isend_irecv`, in the same order on every rank; on NCCL a step's kernels run concurrently with them.
-Two torch operators (``fsdp2::ring_attention`` and its backward) let `torch.compile` and policies of selective
-checkpointing see one node each.
+Messages use `batch_isend_irecv`, in the same order on every rank; on NCCL a step's kernels run concurrently with them.
+There are two torch operators (``fsdp2::ring_attention`` and its backward), so that `torch.compile` and selective
+checkpointing policies see one node each.
 
 Sources: Ring Attention with Blockwise Transformers, https://arxiv.org/abs/2310.01889; the layout is that of "Striped
 Attention" (https://arxiv.org/abs/2311.09431) coarsened to two chunks, as in Llama 3 (https://arxiv.org/abs/2407.21783,
@@ -58,7 +59,7 @@ _ONE_BATCH = (
 _KEYS_TAG = 0x46530003  # unlikely to be a tag of the user's messages in this group
 _GRADIENTS_TAG = 0x46530004
 
-num_ring_attentions: Counter[str] = Counter()  # that have run, by the name of the group
+num_ring_attentions: Counter[str] = Counter()  # how many have run, by the name of the group
 
 
 def ring_attention(
@@ -71,7 +72,7 @@ def ring_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` of sequences that are cut over the ranks of `mesh` by `shard_sequence`.
+    """`F.scaled_dot_product_attention` of sequences that `shard_sequence` has split over the ranks of `mesh`.
 
     Collective: every rank of `mesh` must call it, and its backward, in the same order. The first call with new shapes,
     dtypes or options compares them across the ranks.
@@ -79,11 +80,11 @@ def ring_attention(
     Args:
         query: ``[batch, query heads, rows, head dim]``, this rank's rows of the whole sequence, on the device of the
             mesh. Floating point.
-        key: ``[batch, key heads, key rows, head dim]``; as many rows as `query` if `is_causal`.
+        key: ``[batch, key heads, key rows, head dim]``; if `is_causal`, with as many rows as `query`.
         value: ``[batch, key heads, key rows, value head dim]``.
         mesh: the 1-D context axis, such as ``mesh["cp"]``.
-        is_causal: a row of the *whole* sequence only sees the rows up to itself.
-        scale: of the scores; None for ``1 / sqrt(head dim)``.
+        is_causal: each row of the *whole* sequence only sees rows up to itself.
+        scale: scale of the scores; None for ``1 / sqrt(head dim)``.
         enable_gqa: allow fewer key heads than query heads; their number must divide that of the query heads.
 
     Returns:
@@ -91,7 +92,7 @@ def ring_attention(
         Sums over blocks are computed in float32, or float64 for float64.
 
     Raises:
-        ArgumentError: shapes or dtypes do not fit each other, or differ between the ranks.
+        ArgumentError: shapes or dtypes do not match, or differ between the ranks.
         UnsupportedError: DTensors. Pass `to_local()` of heads that tensor parallelism shards.
         CollectiveError: communication failed.
 
@@ -157,8 +158,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gq
 
 
 class Block(NamedTuple):
-    """One step of a rank's ring: its rows `queries` attend to the rows `keys` of rank `source`, all of them, or, if
-    `is_causal`, row i to those up to i."""
+    """One step of a rank's ring: its rows `queries` attend to the rows `keys` of rank `source`: to all of them, or, if
+    `is_causal`, row i to rows up to i."""
 
     source: int
     queries: slice
@@ -167,7 +168,7 @@ class Block(NamedTuple):
 
 
 def rank_blocks(rank: int, size: int, is_causal: bool, num_queries: int, num_keys: int) -> list[Block]:
-    """The blocks that `rank` of `size` computes, in the order in which keys arrive; each rank has that many rows.
+    """The blocks that `rank` of `size` computes, in the order in which keys arrive. The numbers of rows are per rank.
 
     >>> [(block.source, block.queries.start, block.keys.stop) for block in rank_blocks(1, 3, True, 8, 8)]
     [(1, 0, 8), (0, 0, 4), (2, 4, 8)]
@@ -185,7 +186,7 @@ def rank_slices(length: int, rank: int, size: int) -> list[slice]:
     """The rows of a sequence of `length` that `rank` of `size` has, in its order.
 
     Raises:
-        ArgumentError: it cannot be cut into equal chunks; the message says what to pad it to.
+        ArgumentError: it cannot be split into equal chunks; the message says to what length to pad it.
 
     >>> rank_slices(16, 1, 2)
     [slice(4, 8, None), slice(8, 12, None)]
@@ -205,10 +206,10 @@ def rank_slices(length: int, rank: int, size: int) -> list[slice]:
 
 
 class _Message:
-    """A tensor on its way to the next rank, while one like it comes from the previous rank."""
+    """A tensor in flight to the next rank, while one like it arrives from the previous rank."""
 
     def __init__(self, sent: Tensor, group: dist.ProcessGroup, tag: int):
-        self.sent, self.received, self.group = sent, torch.empty_like(sent), group  # kept until it has completed
+        self.sent, self.received, self.group = sent, torch.empty_like(sent), group  # kept alive until it has completed
         self.works: list[dist.Work] = []
         rank, size = group.rank(), group.size()
         finish_unwaited(group)
@@ -228,7 +229,7 @@ class _Message:
         return self.received
 
     def __del__(self) -> None:
-        if self.works:  # after an error in the computation of a block
+        if self.works:  # the computation of a block raised
             keep_unwaited(self.works, self.group)
 
 
@@ -243,7 +244,7 @@ def ring_forward(
     agree(group, "ring_attention", facts | {"is_causal": is_causal, "scale": f"{scale:.9g}"}, _ONE_BATCH)
     num_ring_attentions[group_name] += 1
     blocks = rank_blocks(group.rank(), group.size(), is_causal, query.shape[2], key.shape[2])
-    both, sizes = torch.cat([key, value], -1), [key.shape[-1], value.shape[-1]]  # travel as one message
+    both, sizes = torch.cat([key, value], -1), [key.shape[-1], value.shape[-1]]  # sent as one message
     total = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=accumulation_dtype(query.dtype))
     lse = total.new_full((*query.shape[:-1], 1), float("-inf"))
     for block in blocks:
@@ -269,7 +270,7 @@ def ring_backward(
     """The gradients of this rank's query, key and value. Collective.
 
     Args:
-        grad: of the output.
+        grad: the gradient of the output.
         saved: query, key, value, output and log-sum-exp of the forward.
     """
     group = group_named(group_name)
@@ -278,7 +279,7 @@ def ring_backward(
     both, sizes = torch.cat([key, value], -1), [key.shape[-1], value.shape[-1]]
     grad, total = grad.contiguous(), torch.zeros_like(both, dtype=accumulation_dtype(query.dtype))
     dq = torch.zeros(query.shape, dtype=total.dtype, device=query.device)
-    gradients: _Message | None = None  # `total` of the current block, coming from the rank that had it before
+    gradients: _Message | None = None  # `total` of the current block, from the rank that had the block before
     for block in blocks:
         message = _Message(both, group, _KEYS_TAG) if block is not blocks[-1] else None
         rows = tuple(each[:, :, block.queries] for each in (grad, output, lse))

@@ -5,14 +5,15 @@ All tensors are ``[batch, heads, rows, head dim]``; a log-sum-exp is ``[batch, h
 float64 for float64. Outputs have the queries' dtype.
 
 The forward returns a block's own output and log-sum-exp, which `merge` adds to those of all blocks so far. The backward
-gets the *whole* row's: a key's share of a row is ``exp(score - lse)``, whatever its block. So the gradients of each
-block are terms of sums, and no block needs what another one computed.
+gets those of the *whole* row: a key's share of a row is ``exp(score - lse)``, whatever its block. So the gradients of
+blocks simply add up, and no block needs the results of another one.
 
 The kernel depends on device, dtype and head dims: ``flash_cpu`` on CPUs; ``flash`` on CUDA from Ampere on, for float16
-and bfloat16 and head dims up to 256; else ``math``, the scores of some query rows at a time, in float32 or float64.
+and bfloat16 and head dims up to 256; otherwise ``math``, which computes the scores of some query rows at a time, in
+float32 or float64.
 
-The merge and the fused backward from a given log-sum-exp: FlashAttention-2, https://arxiv.org/abs/2307.08691, 3.1, and
-Ring Attention, https://arxiv.org/abs/2310.01889.
+Sources of the merge, and of the fused backward from a given log-sum-exp: FlashAttention-2,
+https://arxiv.org/abs/2307.08691, 3.1, and Ring Attention, https://arxiv.org/abs/2310.01889.
 """
 
 from collections.abc import Iterator
@@ -31,19 +32,20 @@ Tensors = tuple[Tensor, ...]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over blocks are kept."""
+    """The dtype of sums over blocks."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def merge(so_far: Tensor, lse_so_far: Tensor, output: Tensor, lse: Tensor) -> None:
-    """Add the result of one more block to that of the blocks so far, weighted by its share of all scores: the *online
-    softmax*. Before the first one they are 0 and log(0), and its result stays bitwise unchanged."""
+    """Add the result of one more block to that of the blocks so far, weighted by its share of all scores (*online
+    softmax*). Start with 0 and log(0): the first block's result then stays bitwise unchanged."""
     so_far.lerp_(output.to(so_far.dtype), torch.sigmoid(lse - lse_so_far))
     lse_so_far.copy_(torch.logaddexp(lse_so_far, lse))
 
 
 def block_forward(inputs: Tensors, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a query over one block of key and value (`inputs`). Key heads divide query heads."""
+    """Output and log-sum-exp of a query over one block of key and value (`inputs`). The number of key heads divides
+    that of the query heads."""
     query, key, value = inputs
     key, value = _for_each_head(query, key), _for_each_head(query, value)
     kind = _kernel(query, key, value)
@@ -58,7 +60,7 @@ def block_gradients(rows: Tensors, inputs: Tensors, is_causal: bool, scale: floa
     """The block's parts of the gradients of query, key and value.
 
     Args:
-        rows: for the query's rows, over all blocks: the output's gradient, the output in the query's dtype, the
+        rows: of the query's rows, over all blocks: the output's gradient, the output in the query's dtype, and the
             log-sum-exp.
         inputs: the query, and the block's key and value.
     """
@@ -83,7 +85,7 @@ def block_gradients(rows: Tensors, inputs: Tensors, is_causal: bool, scale: floa
 
 
 def _for_each_head(query: Tensor, key: Tensor) -> Tensor:
-    """Repeat key heads to one per query head, since not all kernels accept fewer. The copy lives as long as its
+    """Repeat key heads to one per query head, since not all kernels accept fewer. The copy lives as long as the
     block."""
     groups = query.shape[1] // key.shape[1]
     return key if groups == 1 else key.repeat_interleave(groups, dim=1)
@@ -105,7 +107,7 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
 
 
 def _pieces(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Iterator[tuple[slice, Any]]:
-    """Query rows, and their scores in the accumulation dtype, a piece at a time."""
+    """Pieces of query rows, with their scores in the accumulation dtype."""
     dtype = accumulation_dtype(query.dtype)
     batch, heads, rows, _ = query.shape
     keys = key.to(dtype).mT

@@ -1,7 +1,7 @@
 """Tensor parallelism by a plan: the user's, or the model's own. Layer: parallel.
 
-torch's styles do the work (`torch.distributed.tensor.parallel`). This file adds what they lack: the names of styles
-that transformers uses, a check of the whole plan before anything changes, and tied weights.
+torch's styles do the work (`torch.distributed.tensor.parallel`). This module adds the names of styles that transformers
+uses, a check of the whole plan before anything changes, and support for tied weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ from fsdp2.runtime.geometry import is_wrapper
 __all__ = ["TensorPlan", "apply_tensor_parallel", "check_tensor_plan"]
 
 TensorPlan = Mapping[str, ParallelStyle | str]
-"""Styles by the names of modules; a ``*`` stands for one part of a name."""
+"""Styles by module name; a ``*`` stands for one part of a name."""
 
 # transformers' names (4 and 5) for torch's styles. A norm of single heads sees only this rank's heads,
 # [batch, length, heads, head dim], so it is "sequence parallel" along the heads: its gradients are sums over ranks.
@@ -47,11 +47,11 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 def check_tensor_plan(
     model: nn.Module, plan: TensorPlan | None, degree: int, is_stage: bool
 ) -> dict[str, ParallelStyle]:
-    """The style of each module that the plan names, by FQN. Changes nothing. Without a plan: by the model's own
-    `tp_plan`. The plan of a stage may be that of the whole model, and name modules of other stages.
+    """The style of each module that the plan names, by FQN. Changes nothing. Without a plan it uses the model's own
+    `tp_plan`. The plan of a stage may be that of the whole model, with names of modules of other stages.
 
     Raises:
-        ArgumentError: there is no plan, a name in it matches nothing, or a module cannot be split in this way.
+        ArgumentError: no plan is given, a name in it matches nothing, or a module cannot be split in this way.
         UnsupportedError: a style of transformers without a counterpart in torch.
         MisuseError: a module is tensor parallel already.
     """
@@ -96,8 +96,8 @@ def check_tensor_plan(
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]) -> None:
     """Split the modules over `mesh`, in place; tied weights stay tied.
 
-    Collective over `mesh`: the values are those of its first rank, also of parameters and buffers that are not split
-    (on the meta device nothing is communicated).
+    Collective over `mesh`: all ranks get the values of its first rank, also for parameters and buffers that are not
+    split. (On the meta device nothing is communicated.)
 
     Raises:
         ArgumentError: the names of one tied weight would be split in different ways.
@@ -116,8 +116,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[st
 
 @torch.no_grad()
 def _take_from_first(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Give all ranks the first one's values of a plain tensor, as torch's styles do for those that they split.
-    Sparse tensors and wrappers stay as they are."""
+    """Broadcast a plain tensor from the first rank, as torch's styles do for tensors that they split. Sparse tensors
+    and wrappers stay as they are."""
     if is_wrapper(tensor) or tensor.layout is not torch.strided:
         return  # only its own operators may read its memory
     if any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -128,7 +128,7 @@ def _take_from_first(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
 
 
 def _check_heads(model: nn.Module, degree: int) -> None:
-    """Check that heads can be split: attention of transformers would otherwise compute with a wrong number of heads."""
+    """Check that heads can be split: otherwise attention in transformers would use a wrong number of heads."""
     config: Any = getattr(model, "config", None)
     for each in (config, getattr(config, "text_config", None)):
         for name in ("num_attention_heads", "num_key_value_heads"):

@@ -1,4 +1,4 @@
-"""What a step will take: memory, communication and time of one rank, without ranks, devices or memory.
+"""Predicts a step: memory, communication and time of one rank, without ranks, devices or memory.
 
 >>> from fsdp2.plan import MACHINES, Workload, predict
 """

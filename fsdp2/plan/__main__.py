@@ -1,4 +1,4 @@
-"""The command: ``python -m fsdp2.plan model.py:build --world 512 --gpu h100 --config run.toml``. Layer: plan."""
+"""The command ``python -m fsdp2.plan model.py:build --world 512 --gpu h100 --config run.toml``. Layer: plan."""
 
 import argparse
 import importlib
@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0 if the plan fits, 1 if not; it exits with 2 for wrong input."""
+    """Run the command. Returns the exit status: 0 if the plan fits, 1 if not. Exits with 2 for invalid input."""
     parser = argparse.ArgumentParser("python -m fsdp2.plan", description="Memory and time of a step, before it runs.")
     parser.add_argument("workload", metavar="FILE.py:NAME", help="a Workload, or a function that returns one")
     parser.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")

@@ -1,8 +1,8 @@
 """Process groups whose other ranks do not exist: a step of one rank of thousands, in one process. Layer: plan.
 
-Collectives touch no memory. They say what would be sent, to a `Wire`, and their handles finish in its time. What ranks
-tell each other through the store (`fsdp2.parallel` compares configs) is answered with this rank's own words, because a
-plan is about ranks that do the same.
+Collectives touch no memory. They report what would be sent to a `Wire`, whose time their handles use. The store returns
+this rank's own values for other ranks (`fsdp2.parallel` compares configs), because a plan assumes that all ranks do the
+same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +21,8 @@ __all__ = ["Wire", "absent_ranks"]
 BACKEND = "fsdp2_absent"
 
 
-# Where messages go: this rank sends so many bytes, of a kind, from or into these tensors, in a group. (The flag: both
-# directions are used; not so if a message is received.) Returns a function that waits for the end.
+# Called for each message of this rank, with its kind, the tensors sent or received, the number of bytes, the group, and
+# whether both directions of a link are used (False for a received message). Returns a function that waits for its end.
 Wire = Callable[[str, Sequence[torch.Tensor], int, dist.ProcessGroup, bool], Callable[[], None]]
 
 
@@ -39,8 +39,8 @@ class Arriving(dist.Work):
 
 
 class AbsentGroup(dist.ProcessGroup):
-    """The collectives that sharding needs, and those with which DTensor and clipping set out; others fail. In a ring a
-    rank sends all of a result but its own part."""
+    """The collectives that sharding needs, and those that DTensor and clipping start with; others fail. In a ring a
+    rank sends the whole result except its own part."""
 
     def __init__(self, rank: int, size: int, wire: Wire) -> None:
         init: Any = super().__init__  # before 2.15 torch's stubs know only the other constructor
@@ -50,7 +50,7 @@ class AbsentGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """The base class asks its backend, and here is none."""
+        """Overrides the base class, which asks its backend: there is none here."""
         return self._own_name
 
     def _set_group_name(self, name: str) -> None:
@@ -85,14 +85,14 @@ class AbsentGroup(dist.ProcessGroup):
         return self._in_ring("all_reduce", tensors)
 
     def _once(self, *args: Any, **kwargs: Any) -> Arriving:
-        """What happens before training only."""
+        """Collectives that only happen before training."""
         return Arriving(lambda: None)
 
     broadcast = scatter = barrier = _once
 
 
 class Echo(dist.Store):  # type: ignore[name-defined, misc]  # torch's stubs leave it out
-    """A store in which every other rank has written what this one wrote last."""
+    """A store in which every other rank has written the last value that this rank wrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Echo(dist.Store):  # type: ignore[name-defined, misc]  # torch's stubs lea
         return self._last
 
     def wait(self, *args: Any) -> None:
-        """Everything is there."""
+        """Returns at once: every key exists."""
 
     def add(self, key: str, number: int) -> int:
         return number
@@ -116,7 +116,7 @@ _wires: list[Wire] = []
 
 @contextmanager
 def absent_ranks(world_size: int, rank: int, comm: Comm, wire: Wire) -> Iterator[None]:
-    """Let this process be `rank` of `world_size` for the block; units communicate through `comm`.
+    """In the block, this process is `rank` of `world_size`, and units communicate through `comm`.
 
     Raises:
         OrderError: this process has a process group already.
@@ -131,7 +131,7 @@ def absent_ranks(world_size: int, rank: int, comm: Comm, wire: Wire) -> Iterator
         dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
     COMMS[BACKEND] = comm
     _wires.append(wire)
-    store = Echo()  # a reference of ours: without one torch finds the methods of the base class
+    store = Echo()  # keep a reference: without one torch calls the methods of the base class
     try:
         dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=store)
         try:

@@ -1,4 +1,4 @@
-"""`compare`: plans of other settings than the one asked for, and the change that helps most. Layer: plan."""
+"""`compare`: plans with one setting changed, and the change that helps most. Layer: plan."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +19,9 @@ class Comparison:
     """Several plans of one workload.
 
     Attributes:
-        asked: the plan that was asked for.
-        plans: all of them: those that fit first, each by time for a token.
-        failed: what could not be planned: what it changes, and why not.
+        asked: the requested plan.
+        plans: all plans: first those that fit, then the others, each sorted by time per token.
+        failed: changes that could not be planned, with the reasons.
     """
 
     asked: Plan
@@ -30,7 +30,7 @@ class Comparison:
 
     @property
     def best(self) -> Plan | None:
-        """The fastest that fits."""
+        """The fastest plan that fits."""
         return self.plans[0] if self.plans[0].fits else None
 
     @property
@@ -50,7 +50,7 @@ class Comparison:
 
     @property
     def line(self) -> str:
-        """For the start of a run: ``402 M parameters in 26 units over 8 ranks; peak 11.2 GiB of 79.1 GiB predicted.
+        """For a run's start: ``402 M parameters in 26 units over 8 ranks; peak 11.2 GiB of 79.1 GiB predicted.
         Choose 'shard 8, bf16, 1 x 2': +31% tokens/s, peak 9.4 GiB.``"""
         peak = f"peak {amount(self.asked.device_bytes)} of {amount(self.asked.machine.memory)} predicted"
         return f"{self.asked.size}; {peak}. {self.advice}"
@@ -68,12 +68,12 @@ class Comparison:
 
 
 def _rate(plan: Plan) -> float:
-    """Tokens per second of a rank. Those of a tensor-parallel group go through the same ones, and share them here."""
+    """Tokens per second per rank. The ranks of a tensor-parallel group process the same tokens, and share them here."""
     return plan.tokens_per_second / plan.config.tensor
 
 
 def changes(plan: Plan) -> Iterator[tuple[Workload, ParallelConfig, Mapping[str, Any]]]:
-    """What differs from `plan` in one setting."""
+    """Workloads, configs and options that differ from `plan` in one setting."""
     workload, config, machine, options = plan.workload, plan.config, plan.machine, plan.options
     for wanted in ("none", "selective", "full"):
         yield workload, replace(config, activation_checkpointing=wanted), options
@@ -109,12 +109,12 @@ def changes(plan: Plan) -> Iterator[tuple[Workload, ParallelConfig, Mapping[str,
 def compare(
     workload: Workload, config: ParallelConfig, machine: Machine, world_size: int, **options: Any
 ) -> Comparison:
-    """Plan `config`, and whatever differs from it in one setting: checkpointing, the stage of ZeRO,
+    """Plan `config`, and the configs that differ from it in one setting: checkpointing, the stage of ZeRO,
     `reshard_after_forward`, precision, offload (of states, gradients, parameters, activations), replicas, tensor
     parallelism (with a `tp_plan`) and the size of microbatches.
 
-    Takes as long as fifteen calls of `predict`, and its arguments and errors are the same. What cannot be planned is
-    listed with its reason.
+    It has the arguments and errors of `predict`, and takes as long as fifteen calls of that. Configs that cannot be
+    planned are listed with the reason.
 
     Example::
 
@@ -131,7 +131,7 @@ def compare(
         seen.add(name)
         try:
             plans.append(predict(other_workload, other, machine, world_size, **chosen))
-        except Exception as error:  # the model's own, too: it may not allow what was changed
+        except Exception as error:  # also the model's own errors: it may not allow the change
             failed.append((name, str(error)))
-    plans.sort(key=lambda plan: (not plan.fits, -float(f"{_rate(plan):.6g}")))  # equal ones as they were asked
+    plans.sort(key=lambda plan: (not plan.fits, -float(f"{_rate(plan):.6g}")))  # stable for equal ones
     return Comparison(asked, plans, failed)

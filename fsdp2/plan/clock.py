@@ -1,9 +1,9 @@
-"""`Clock`: simulated time. What a step takes, if operators and messages take what they are said to take. Layer: plan.
+"""`Clock`: simulated time: how long a step takes, given the times of operators and messages. Layer: plan.
 
-It is a `Streams`, so the runtime itself decides what waits for what. Work is given to the stream that is current, and
-begins when the stream is free. An event is the time at which its stream will have finished; to wait for it moves a
-stream to that time. Messages have a queue for each process group, and optimizers that step in the background a stream.
-The CPU has one stream for everything but messages.
+It is a `Streams`, so the runtime itself decides what waits for what. Work is added to the current stream, and begins
+when the stream is free. An event is the time at which its stream will be done; waiting for it advances a stream to that
+time. Messages have a queue per process group, and background optimizers have a stream. The CPU has one stream for
+everything except messages.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ COMPUTE = "compute"
 
 
 class Moment(Future[None]):
-    """An event, or a task of the background: when its stream will have done all that it was given before."""
+    """An event, or a background task: the time at which its stream will have done all earlier work."""
 
     def __init__(self, clock: "Clock", seconds: float):
         super().__init__()
@@ -40,13 +40,13 @@ class Moment(Future[None]):
 
 
 class Clock(Streams):
-    """The time of each stream and of each process group's messages; in seconds since the start.
+    """The time of each stream, and of each process group's messages, in seconds since the start.
 
     Args:
         lazy: as on the CPU (see `Streams`).
 
     Attributes:
-        origin: the time from which the next three count.
+        origin: the time from which the other attributes count.
         spans: what ran when.
         exposed: seconds for which compute waited for messages, copies, or steps on the host.
     """
@@ -67,12 +67,12 @@ class Clock(Streams):
 
     @property
     def elapsed(self) -> float:
-        """Seconds until compute will have done what it was given so far."""
+        """Seconds until compute will have done its work so far."""
         return self._free_at[COMPUTE] - self.origin
 
     @property
     def end(self) -> float:
-        """When everything will be done."""
+        """The time at which everything will be done."""
         return max(self._free_at.values())
 
     def restart(self) -> None:
@@ -80,15 +80,15 @@ class Clock(Streams):
         self.origin, self.spans, self.exposed = self._free_at[COMPUTE], [], 0.0
 
     def work(self, lane: str, name: str, seconds: float) -> None:
-        """Give the current stream work of `seconds`."""
+        """Add work of `seconds` to the current stream."""
         begin = self._free_at[self._current]
         end = self._free_at[self._current] = begin + seconds
         if seconds:
             self._note(lane if self._current == COMPUTE else self._current, name, begin, end)
 
     def message(self, wire: dist.ProcessGroup, lane: str, name: str, seconds: float, follows: bool = True) -> float:
-        """Send a message behind those of the same `wire`, once the current stream has come so far. Returns when it will
-        have arrived. With `follows` False it does not keep later ones waiting (it goes the other way)."""
+        """Send a message after earlier ones on the same `wire`, once the current stream has reached this point. Returns
+        its arrival time. With `follows` False it does not delay later ones, because it goes in the other direction."""
         begin = max(self._free_at[self._current], self._free_at[wire])
         end = begin + seconds
         if follows:
@@ -97,7 +97,7 @@ class Clock(Streams):
         return end
 
     def arrive(self, seconds: float) -> None:
-        """The current stream needs what arrives at that time."""
+        """Let the current stream wait for something that arrives at this time."""
         begin = self._free_at[self._current]
         if seconds > begin and self._current == COMPUTE:
             self.exposed += seconds - begin
@@ -105,7 +105,7 @@ class Clock(Streams):
         self._free_at[self._current] = max(begin, seconds)
 
     def _note(self, lane: str, name: str, begin: float, end: float) -> None:
-        """Remember a span, joined with the one before it in its lane where they are one."""
+        """Record a span, merged with the previous one in its lane if they are contiguous and have the same name."""
         begin, end = max(begin - self.origin, 0.0), end - self.origin
         for last in reversed(self.spans[-4:]):
             if (last.lane, last.name) == (lane, name) and begin - last.end_s < 1e-5:
@@ -113,7 +113,7 @@ class Clock(Streams):
                 return
         self.spans.append(Span(lane, name, begin, end))
 
-    # --- as the runtime sees it --------------------------------------------------------------------------------------
+    # --- the interface of Streams ------------------------------------------------------------------------------------
 
     def gathering(self) -> AbstractContextManager[object]:
         return self._on("all-gather")

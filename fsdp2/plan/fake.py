@@ -14,7 +14,7 @@ __all__ = ["build_on_meta", "make_fake"]
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """The model, on the meta device unless its builder insists on another."""
+    """Build the model, on the meta device unless its builder chooses another."""
     try:
         with torch.device("meta"):
             model = build()
@@ -27,8 +27,8 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def make_fake(model: nn.Module) -> Callable[[], None]:
-    """Replace the tensors of a model (on the meta device, or real) by fake ones of the CPU. Returns what puts them
-    back."""
+    """Replace the tensors of a model (real, or on the meta device) by fake CPU tensors. Returns a function that
+    restores them."""
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     made: dict[torch.Tensor, torch.Tensor] = {}
 

@@ -1,9 +1,9 @@
-"""`Machine`: what a plan needs to know of a device, its host and the network; and what one operator takes there: a
-roofline of its floating-point operations and its bytes. Layer: plan.
+"""`Machine`: what a plan needs to know about a device, its host and the network; and the time of one operator there, by
+a roofline of its floating-point operations and its bytes. Layer: plan.
 
 Rates are those that programs reach, not those of data sheets: `MACHINES` multiplies data sheets by the shares below.
 FLOPs come from torch's registry of formulas (`torch.utils.flop_counter`), which covers matrix products, convolutions
-and fused attention. Any other operator is as fast as memory.
+and fused attention. All other operators are limited by memory bandwidth.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,18 @@ __all__ = ["MACHINES", "Machine", "count_flops", "nbytes_of", "seconds_of"]
 
 GB, GIB = 10**9, 2**30
 
-# What large matrix products, elementwise operators and large messages reach of the rates in data sheets: assumptions.
+# The assumed shares of data-sheet rates that large matrix products, elementwise operators and large messages reach.
 SHARE_OF_FLOPS = 0.7
 SHARE_OF_MEMORY = 0.8
 SHARE_OF_LINKS = 0.8
 
-# On the CPU attention has operators of its own, which the registry lacks: the formula, the positions of the shapes that
-# it needs, and that of `is_causal`. Fused kernels leave out the half that causal attention masks.
+# The registry lacks the CPU's attention operators: the formula, the positions of the shapes that it needs, and that of
+# `is_causal`. Fused kernels skip the half that causal attention masks.
 _CPU_ATTENTION: dict[str, tuple[Any, tuple[int, ...], int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, (0, 1, 2), 4),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, (0, 1, 2, 3), 7),
 }
-# These say where memory is, and neither read nor write it.
+# Operators that neither read nor write memory.
 _TOUCHES_NOTHING = ("empty", "new_empty", "set_", "resize_", "record_stream")
 
 
@@ -37,22 +37,23 @@ class Machine:
     """One rank's device, and the network.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         memory: bytes of the device's memory.
-        flops: floating-point operations a second, by the name of the dtype; the fastest that dense matrix products
-            reach. A dtype that is not there counts as float32.
-        memory_bandwidth: bytes a second that operators read and write.
-        link: bytes a second that one rank sends within a node, in one direction.
-        network: the same between nodes, for each rank.
+        flops: floating-point operations per second that dense matrix products reach at most, by the name of the dtype.
+            A missing dtype counts as float32.
+        memory_bandwidth: bytes per second that operators read and write.
+        link: bytes per second that one rank sends within a node, in one direction.
+        network: the same between nodes, per rank.
         host_link: the same between device and host memory.
-        host_memory_bandwidth: bytes a second that operators on host memory read and write, for each rank. The default
-            is a share of what eight ranks get of sixteen channels of DDR5-4800.
+        host_memory_bandwidth: bytes per second that operators on host memory read and write, per rank. The default is a
+            share of what each of eight ranks gets from sixteen channels of DDR5-4800.
         ranks_per_node: ranks that share a node.
-        link_latency, network_latency: seconds for each hop of a ring.
-        op_seconds: the least that an operator takes, since the host has to issue it.
-        context: bytes that the runtime of the device takes for itself.
+        link_latency, network_latency: seconds per hop of a ring.
+        op_seconds: the least time of an operator, since the host has to issue it.
+        context: bytes that the device's runtime uses itself.
         communicator: bytes of each process group's communicator.
-        is_accelerator: whether the host runs ahead of the device, and messages have streams (NCCL); else the CPU, gloo.
+        is_accelerator: True if the host runs ahead of the device, and messages have streams (NCCL); False for the CPU
+            with gloo.
     """
 
     name: str
@@ -72,11 +73,11 @@ class Machine:
     is_accelerator: bool = True
 
     def flops_of(self, dtype: torch.dtype) -> float:
-        """Floating-point operations a second in this dtype."""
+        """Floating-point operations per second in this dtype."""
         return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
 
     def message_seconds(self, nbytes: int, ranks: Sequence[int], own: int) -> float:
-        """How long a ring of `ranks` takes if each sends `nbytes`, as the rank `own` sees it."""
+        """The time of a ring of `ranks` in which each sends `nbytes`, from the view of rank `own`."""
         size = len(ranks)
         if size == 1:
             return 0.0
@@ -86,13 +87,13 @@ class Machine:
         seconds += self.link_latency * (min(size, ranks_in_node) - 1)
         if nodes == 1:
             return seconds
-        # The rings of a node's ranks cross its border on all of their cards.
+        # The rings of a node's ranks use all of their network cards.
         return max(seconds, nbytes / (self.network * ranks_in_node)) + self.network_latency * (nodes - 1)
 
 
 def _gpu(name: str, gib: float, bf16: float, tf32: float, memory: float, link: float, host_link: float) -> Machine:
-    """From a data sheet: dense rates (some give twice as much, with sparsity), float32 as TF32, links in one direction.
-    `gib` is what the driver reports; the network has 400 Gb/s for each GPU."""
+    """A machine from a data sheet: dense rates (some sheets give twice as much, with sparsity), float32 as TF32, links
+    in one direction. `gib` is what the driver reports; the network has 400 Gb/s per GPU."""
     flops = {"bfloat16": bf16, "float16": bf16, "float32": tf32}
     return Machine(
         name,
@@ -129,7 +130,7 @@ def nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
 def seconds_of(
     machine: Machine, function: Any, args: Sequence[Any], kwargs: Any, result: Any, tensors: Sequence[torch.Tensor]
 ) -> float:
-    """How long the device takes for one call, which reads and writes `tensors`."""
+    """The device's time for one call, which reads and writes `tensors`."""
     if function.__name__.startswith(_TOUCHES_NOTHING):
         return 0.0
     seconds = nbytes_of(tensors) / machine.memory_bandwidth

@@ -1,8 +1,8 @@
-"""`Memory`: bytes in tensors' storages over a step, by what they hold. Layer: plan.
+"""`Memory`: bytes in tensors' storages over a step, by kind. Layer: plan.
 
-A storage counts from its birth to its death, and its size may change (`FlatStorage`). What it holds may become known
-later, for example when a buffer is sent: that then counts for its whole life. If several are right, the first of `Kind`
-counts: a gradient that is sent from where it lies is a gradient.
+A storage counts from its creation until it is freed, and its size may change (`FlatStorage`). Its kind may become known
+later, for example when a buffer is sent, and then applies to its whole life. If several kinds apply, the first of
+`Kind` counts: a gradient that is sent in place is a gradient.
 """
 
 import weakref
@@ -36,7 +36,7 @@ _ORDER = list(Kind)
 
 @dataclass(eq=False)
 class Holding:
-    """One storage: what it holds, and (number of the operator, seconds, bytes) at each change."""
+    """One storage: its kind, and (number of the operator, seconds, bytes) at each change."""
 
     storage: weakref.ref[torch.UntypedStorage]
     is_host: bool
@@ -45,14 +45,14 @@ class Holding:
 
 
 class Memory:
-    """Follows storages from the first operator that meets them.
+    """Follows storages from the first operator that uses them.
 
     Args:
         host: the device that stands for host memory.
 
     Attributes:
-        tick: the number of the operator that runs.
-        seconds: the time, as someone else keeps it.
+        tick: the number of the running operator.
+        seconds: the current time, set by the caller.
     """
 
     def __init__(self, host: torch.device):
@@ -64,8 +64,8 @@ class Memory:
         self._elastic: list[Holding] = []
 
     def mark(self, tensor: object, kind: Kind = Kind.ACTIVATIONS, elastic: bool = False) -> None:
-        """What `tensor`'s storage holds, if it is a tensor. An elastic one may be resized: its size is looked at for
-        every operator."""
+        """Set the kind of `tensor`'s storage, if it is a tensor. An elastic storage may be resized: its size is checked
+        after every operator."""
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
         if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
@@ -83,7 +83,7 @@ class Memory:
             self._elastic.append(known)
 
     def mark_what_stays(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """After a first step: what the optimizer keeps and what units gather into is there for good."""
+        """After a first step: mark the optimizer's state, and the memory that units gather into, which stay."""
         for tensor in (*model.parameters(), *model.buffers()):
             self.mark(tensor, Kind.PARAMETERS)
         for leaf in tensors_in(dict(enumerate(optimizer.state.values()))):
@@ -97,7 +97,7 @@ class Memory:
                     param.unsharded.register_hook(lambda grad: self.mark(grad, Kind.GRADIENTS))
 
     def look(self) -> None:
-        """Note what has been resized."""
+        """Record storages that were resized."""
         for known in self._elastic:
             storage = known.storage()
             if storage is not None and (nbytes := storage.nbytes()) != known.changes[-1][2]:

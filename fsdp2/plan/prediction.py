@@ -1,4 +1,4 @@
-"""`Plan`: what a step of one rank takes, in bytes and seconds. Layer: plan."""
+"""`Plan`: the predicted step of one rank, in bytes and seconds. Layer: plan."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,21 +16,21 @@ __all__ = ["Plan", "amount", "duration", "name_of"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step of one rank takes.
+    """The predicted step of one rank.
 
     Attributes:
         workload, machine: what runs, and on what.
-        config: resolved.
-        options: of `predict`.
+        config: the resolved config.
+        options: the options passed to `predict`.
         events: what the runtime reported, in order.
         sent: bytes that this rank sends, by the kind of collective; ``tensor parallel`` for those of DTensor.
         timeline: what ran when, and bytes by kind in device memory; for `fsdp2.trace`.
         host_samples: bytes by kind in host memory.
-        seconds: of the step.
-        exposed: of these, for which compute waited for communication, copies, or steps on the host.
+        seconds: the time of the step.
+        exposed: the part of it in which compute waited for communication, copies, or steps on the host.
         num_params: elements of all parameters of the whole model.
         num_units: units with parameters.
-        num_groups: process groups that were communicated in.
+        num_groups: process groups used for communication.
         tokens: elements of the first tensor of all microbatches of this rank.
     """
 
@@ -53,47 +53,47 @@ class Plan:
 
     @property
     def peak(self) -> Sample:
-        """The moment with the most bytes in tensors on the device, and what they are."""
+        """The moment with the most bytes in tensors on the device: bytes by kind."""
         return max(self.timeline.samples, key=lambda sample: sample.total)
 
     @property
     def peak_bytes(self) -> Mapping[str, int]:
-        """All that is taken of the device's memory at the peak: tensors by kind, context, communicators."""
+        """The use of device memory at the peak: tensors by kind, context, communicators."""
         communicators = self.machine.communicator * self.num_groups
         return {**self.peak.nbytes, "context": self.machine.context, "communicators": communicators}
 
     @property
     def device_bytes(self) -> int:
-        """The sum of that."""
+        """The sum of `peak_bytes`."""
         return sum(self.peak_bytes.values())
 
     @property
     def host_bytes(self) -> int:
-        """The most bytes in host memory, on one rank."""
+        """The most bytes in host memory, for this rank."""
         return max(sample.total for sample in self.host_samples)
 
     @property
     def fits(self) -> bool:
-        """Whether that is less than there is."""
+        """Whether this is less than the machine has."""
         return self.device_bytes <= self.machine.memory
 
     # --- communication and time ---------------------------------------------------------------------------------------
 
     @property
     def collectives(self) -> Mapping[str, int]:
-        """How many collectives of each kind."""
+        """The number of collectives of each kind."""
         return Counter(event.kind for event in self.events if event.group_size)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that one rank goes through. (Ranks of one tensor-parallel group go through the same ones.)"""
+        """Tokens that one rank processes per second. (Ranks of a tensor-parallel group process the same ones.)"""
         return self.tokens / self.seconds
 
     # --- in words -----------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """What is special about it: ``shard 8, full checkpointing``."""
+        """Its distinctive settings: ``shard 8, full checkpointing``."""
         return name_of(self.workload, self.config, self.options)
 
     @property
@@ -123,7 +123,7 @@ class Plan:
 
 
 def name_of(workload: Workload, config: ParallelConfig, options: Mapping[str, Any]) -> str:
-    """What is special about a plan with a resolved config."""
+    """The distinctive settings of a plan with a resolved config."""
     parts = [f"{name} {degree}" for name, degree in config.degrees.items() if degree > 1] or ["one rank"]
     every = {0: [], 1: ["full checkpointing"]}.get(config.checkpoint_every)
     parts += [f"checkpointing 1 of {config.checkpoint_every}"] if every is None else every
@@ -140,7 +140,7 @@ def name_of(workload: Workload, config: ParallelConfig, options: Mapping[str, An
 
 
 def amount(nbytes: float) -> str:
-    """Bytes in the unit that suits them: ``11.2 GiB``."""
+    """Bytes in a suitable unit: ``11.2 GiB``."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(nbytes) >= unit:
             return f"{nbytes / unit:.1f} {name}"
@@ -148,7 +148,7 @@ def amount(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that suits them: ``12.3 ms``."""
+    """Seconds in a suitable unit: ``12.3 ms``."""
     if seconds >= 1 or not seconds:
         return f"{seconds:.2f} s" if seconds else "0"
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"

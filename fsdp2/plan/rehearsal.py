@@ -1,10 +1,8 @@
-"""`predict`: run a step of the real library where nothing is real: fake tensors, absent ranks, simulated time.
+"""`predict`: runs a step of the real library with fake tensors, absent ranks and simulated time. Layer: plan.
 
 So a plan cannot drift from the runtime: units, schedule, layouts, lanes and reductions are the runtime's own. Three
-things are stood in for: the ranks (`absent`), the time (`clock`), and the memory of an accelerator, for which the CPU's
-fake tensors serve. (torch cannot make fake CUDA tensors without CUDA.) Host memory is then a second CPU.
-
-Layer: plan.
+things are replaced: the ranks (`absent`), the time (`clock`), and the memory of an accelerator, for which fake CPU
+tensors are used. (torch cannot make fake CUDA tensors without CUDA.) Host memory is then a second CPU device.
 """
 
 import warnings
@@ -51,25 +49,25 @@ HOST = torch.device("cpu", 1)
 def predict(
     workload: Workload, config: ParallelConfig, machine: Machine, world_size: int, rank: int = 0, **options: Any
 ) -> Plan:
-    """What the second step of `rank` takes (the first one makes states and buffers).
+    """Predict the second step of `rank` (the first one creates states and buffers).
 
-    The library itself runs, on fake tensors and with ranks that do not exist: it needs no device, no process group and
-    no memory for the model. It must be called before `init_process_group`, or in a process of its own.
+    The library itself runs, with fake tensors and absent ranks: this needs no device, no process group and no memory
+    for the model. Call it before `init_process_group`, or in a separate process.
 
     Args:
         workload: model, batch, loss and optimizer.
         config: the degrees and what is applied; ``shard="auto"`` is resolved against `world_size`.
         machine: one of `MACHINES`, or your own.
-        options: of `parallelize`, such as `tp_plan`, `blocks` and `zero`; and `activation_budget`, the bytes of saved
-            activations that `fsdp2.offload_activations` leaves on the device.
+        options: options of `parallelize`, such as `tp_plan`, `blocks` and `zero`; and `activation_budget`, the bytes of
+            saved activations that `fsdp2.offload_activations` leaves on the device.
 
-    With the config's `offload` the optimizer is that of `fsdp2.offload_optimizer`, of the workload's kind. Its step
-    goes on beside the next forward, so the time is that from one step to the next.
+    With the config's `offload`, the optimizer is one of `fsdp2.offload_optimizer`, of the workload's kind. Its step
+    overlaps with the next forward, so the predicted time is that from one step to the next.
 
     Raises:
-        ArgumentError: the degrees do not fit, or nothing can be a unit (see `ParallelConfig`, `parallelize`).
-        UnsupportedError: the model needs values (the message names the operator); or there are pipeline stages, context
-            parallelism, or state in files.
+        ArgumentError: the degrees do not fit, or no module can be a unit (see `ParallelConfig`, `parallelize`).
+        UnsupportedError: the model needs values (the message names the operator); or the config has pipeline stages,
+            context parallelism, or state in files.
         OrderError: this process has a process group.
 
     Example::
@@ -81,14 +79,14 @@ def predict(
     config = config.resolve(world_size)
     if config.pipeline > 1:
         raise UnsupportedError("plan: plans no pipelines yet; plan one stage as a model of its own, with pipeline = 1")
-    if config.context > 1:  # its attention is one operator, which has no inside under fake tensors
+    if config.context > 1:  # ring attention is one operator, which does not run inside under fake tensors
         raise UnsupportedError("plan: plans no context parallelism yet; plan with context = 1 and shorter sequences")
     if getattr(options.get("offload_policy"), "folders", ()):
         raise UnsupportedError("plan: plans no files; plan with tier='cpu', and take the state off host memory")
     comm = NcclComm() if machine.is_accelerator else GlooComm()
     model = build_on_meta(workload.build)
     with events.record() as log, warnings.catch_warnings():
-        # Neighbours are looked for by their addresses; those of fake tensors are 0, so there are none.
+        # Neighbours are found by their addresses; those of fake tensors are 0, so there are none.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         observer = Observer(machine, log)
         with (
@@ -107,7 +105,7 @@ def predict(
 
 
 class Observer(MemoryMode):
-    """Sees every operator: what it costs, and which storages it meets. Also the `Wire` of the absent ranks."""
+    """Sees every operator, its cost and its storages. It is also the `Wire` of the absent ranks."""
 
     def __init__(self, machine: Machine, log: list[events.Event]) -> None:
         super().__init__()
@@ -137,7 +135,7 @@ class Observer(MemoryMode):
             self.memory.mark(leaf)
         if name.startswith("set_"):  # while stepping: states that are on the device for the time of their step
             self.memory.mark(result, Kind.STATES if self.clock.is_stepping else Kind.ACTIVATIONS, elastic=True)
-        self.memory.tick += 1  # what dies now was alive together with the result
+        self.memory.tick += 1  # storages that die now were alive together with the result
         if function.namespace == "_c10d_functional":
             self._functional(name, args)
         else:
@@ -163,7 +161,7 @@ class Observer(MemoryMode):
         self.clock.work(lane, self._label(), max(seconds, self.machine.op_seconds) if seconds else 0.0)
 
     def _label(self) -> str:
-        """The unit whose forward or backward runs, by the events so far."""
+        """The unit whose forward or backward is running, by the events so far."""
         for event in self.log[self._num_seen :]:
             follow(self._running, event)
         self._num_seen = len(self.log)
@@ -177,7 +175,7 @@ class Observer(MemoryMode):
         """See `Wire`."""
         for tensor in tensors:
             self.memory.mark(tensor, Kind.COMMUNICATION)
-        # An all-reduce in messages sends its second half while it is waited for.
+        # An all-reduce in messages sends its second half during the wait.
         issued = next((e for e in reversed(self.log) if e.group_size or e.kind.endswith("_wait")), None)
         unit = issued.unit if issued is not None and kind != "all_reduce" else ""
         if kind in ("send", "recv"):
@@ -185,7 +183,7 @@ class Observer(MemoryMode):
         return self._send(kind, unit, nbytes, group, both)
 
     def _functional(self, name: str, args: Any) -> None:
-        """A collective of DTensor, which waits for it at once."""
+        """A collective of DTensor, which is waited for at once."""
         kind = name.partition(".")[0]
         names = [arg for arg in args if isinstance(arg, str)]
         if kind == "wait_tensor" or not names:
@@ -237,11 +235,11 @@ def _rehearse(
 
     step()
     if isinstance(optimizer, OffloadedOptimizer):
-        optimizer.wait()  # so that parameters can be looked at
+        optimizer.wait()  # so that parameters can be read
     observer.memory.mark_what_stays(model, optimizer)
     clock = observer.clock
     clock.arrive(clock.end)
-    if in_background:  # what is measured begins while the last step is under way
+    if in_background:  # the measured step begins while the last one is running
         step()
     clock.restart()
     observer.sent.clear()

@@ -1,4 +1,4 @@
-"""`sequence_cost`: how the work of a sequence grows with its length. Layer: plan."""
+"""`sequence_cost`: the work of a sequence as a function of its length. Layer: plan."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ __all__ = ["SequenceCost", "sequence_cost"]
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """Floating-point operations of a forward and backward. ``cost(length)`` is that of a sequence: ``token * length +
-    pair * length ** 2``.
+    """Floating-point operations of a forward and backward. For a sequence, ``cost(length)`` is ``token * length + pair
+    * length ** 2``.
 
     Attributes:
-        token: for each token: what matrix products with parameters take.
-        pair: for each pair of tokens: what attention takes.
+        token: operations per token, in matrix products with parameters.
+        pair: operations per pair of tokens, in attention.
     """
 
     token: float
@@ -41,17 +41,17 @@ def sequence_cost(
     loss: Callable[[nn.Module, Any], torch.Tensor] = default_loss,
     lengths: tuple[int, int] = (512, 1024),
 ) -> SequenceCost:
-    """Count what a model takes, without computing it: the model runs on fake tensors.
+    """Count the operations of a model without computing anything: the model runs on fake tensors.
 
     Args:
         build: makes the model, on any device.
-        batch: makes one sequence of so many tokens.
-        loss: of the model on it (see `Workload`).
-        lengths: two that the model takes. The cost is right for others as far as it grows in tokens and pairs of
-            tokens, as that of attention to all tokens does. For a sliding window take lengths that are longer.
+        batch: makes one sequence with a given number of tokens.
+        loss: the loss of the model on it (see `Workload`).
+        lengths: two lengths that the model accepts. The result is right for other lengths if the cost is a sum over
+            tokens and pairs of tokens, as with full attention. For a sliding window use lengths above its size.
 
     Raises:
-        ArgumentError: the model is sharded; there are no matrix products to count.
+        ArgumentError: the model is sharded, or has no matrix products to count.
         UnsupportedError: the model needs values (the message names the operator).
 
     Example::
@@ -64,7 +64,7 @@ def sequence_cost(
     if isinstance(model, FSDPModule):
         raise ArgumentError("sequence_cost: expected build to make a model that is not sharded, got a sharded one")
     with FakeTensorMode(allow_non_fake_inputs=True):
-        put_back = make_fake(model)  # for a builder that returns a model which is in use
+        put_back = make_fake(model)  # the builder may return a model that is in use
         try:
             per_token = [_count(model, batch(length), loss) / length for length in (short, long)]
         except FAKE_ERRORS as error:

@@ -1,4 +1,4 @@
-"""`Workload`: what is trained: a model, a batch, a loss, an optimizer. Layer: plan."""
+"""`Workload`: the model, batch, loss and optimizer to plan. Layer: plan."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ __all__ = ["Workload", "default_loss"]
 
 
 def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Call `model` with the batch (a dict: its keywords; a tuple: its arguments). The loss is ``.loss`` of what it
-    returns, or the mean of a tensor."""
+    """Call `model` with the batch (a dict: as keywords; a tuple: as arguments). The loss is the output's ``.loss``, or
+    the mean of a tensor."""
     positional, keywords = ((), batch) if isinstance(batch, dict) else (batch, {})
     output = model(*(positional if isinstance(positional, tuple) else (positional,)), **keywords)
     loss = getattr(output, "loss", output)
@@ -32,11 +32,12 @@ class Workload:
     `build`, `batch` and `loss` run under fake tensors: nothing is allocated and nothing is computed, whatever the size.
 
     Attributes:
-        build: makes the model, on any device (the meta device is as good as another).
-        batch: makes one microbatch of one rank, of so many sequences or images: tensors in a dict or tuple, or one.
-        batch_size: how many there are in a microbatch.
+        build: makes the model, on any device, including the meta device.
+        batch: makes one microbatch of one rank, with a given number of sequences or images: a tensor, or tensors in a
+            dict or tuple.
+        batch_size: the number of sequences or images in a microbatch.
         loss: the loss of the model on such a batch.
-        optimizer: makes the optimizer of the parameters that train.
+        optimizer: makes the optimizer of the trainable parameters.
         microbatches: forwards and backwards before each optimizer step; gradients are reduced in the last.
 
     Example::

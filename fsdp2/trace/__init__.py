@@ -1,4 +1,4 @@
-"""Timelines of steps: record a real one, or take that of a plan, and save them for Perfetto.
+"""Timelines of steps: record a real one, or use that of a plan, and save them for Perfetto.
 
 >>> from fsdp2 import trace
 """

@@ -1,10 +1,11 @@
-"""`Timeline`: what ran when, and what was in memory; and the file of it that Perfetto opens. Layer: trace.
+"""`Timeline`: what ran when, and what was in memory; and its file for Perfetto. Layer: trace.
 
-A recorded one has the runtime's events, on the host's clock. On the CPU that is what happened. An accelerator's host
-only issues work: its lanes say when, and `torch.profiler`, in which the same phases are ranges, says when the work ran.
+A recorded timeline consists of the runtime's events, on the host's clock. On the CPU these are the times of the work
+itself. With an accelerator they are the times at which the host issued work; `torch.profiler`, in which the same phases
+are ranges, shows when it ran.
 
-Compute is whatever runs between two events, for the unit that they are about; waits are not compute. A collective lasts
-from its issue to the end of the wait for it, so it may have been over before.
+The time between two events counts as compute of their unit, except for waits. A collective lasts from its issue to the
+end of the wait for it, so it may have finished earlier.
 """
 
 import json
@@ -32,7 +33,7 @@ LANES = ("compute", "optimizer", "waiting", "all-gather", "reduce-scatter", "all
 
 @dataclass
 class Span:
-    """Something that went on for a while.
+    """Something that took time.
 
     Attributes:
         lane: one of `LANES`.
@@ -47,13 +48,13 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its duration."""
         return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What was in memory from this moment on: bytes by kind."""
+    """Memory from this moment on: bytes by kind."""
 
     at_s: float
     nbytes: Mapping[str, int]
@@ -84,7 +85,7 @@ def record(title: str = "measured") -> Iterator[Timeline]:
     """Record this rank's steps in the block. Each rank records for itself; nothing is communicated.
 
     Args:
-        title: what the timeline is called.
+        title: the title of the timeline.
 
     Returns:
         The timeline, which is complete after the block.
@@ -136,7 +137,7 @@ def spans_of(log: Sequence[events.Event], start: float, end: float) -> list[Span
 
 
 def follow(running: list[str], event: events.Event) -> None:
-    """Keep the list of what runs up to date: forwards and backwards of units, and the optimizer's steps."""
+    """Update the list of what is running: forwards and backwards of units, and optimizer steps."""
     kind, _, what = event.kind.partition("_")
     label = f"{what} {event.unit or '(root)'}"
     if kind == "pre" and what in ("forward", "backward", "step"):
@@ -146,17 +147,17 @@ def follow(running: list[str], event: events.Event) -> None:
 
 
 def save(path: str | PathLike[str], *timelines: Timeline) -> None:
-    """Write timelines on the same axis: what was measured and what was planned, say.
+    """Write timelines on the same axis, for example a measured and a planned one.
 
     Args:
-        path: of the file, in the trace format of Chrome, which https://ui.perfetto.dev opens: ``step.json``.
+        path: the file, such as ``step.json``, in Chrome's trace format, which https://ui.perfetto.dev opens.
     """
     Path(path).write_text(json.dumps(chrome_trace(*timelines)), encoding="utf-8")
 
 
 def chrome_trace(*timelines: Timeline) -> dict[str, Any]:
     """Chrome's trace format: a process for each timeline, a thread for each lane, a counter for memory. Events of a
-    thread may not overlap in part, so a lane whose spans do has further threads.
+    thread must not overlap partly, so a lane with such spans gets more threads.
 
     Source: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
     """

@@ -1,12 +1,11 @@
 """`auto_shard`: choose the modules that become units, shard them and the root, and report why. Layer: above the api.
 
-A *policy* looks at the model once and returns a *rule*; the rule says of one module at a time whether it becomes a
+A *policy* looks at the model once and returns a *rule*; the rule decides for one module at a time whether it becomes a
 unit, and why. Everything is decided before anything is sharded, from the module tree alone, without data or
 communication. So all ranks decide the same, and meta models work.
 
 With every policy, modules are visited children first, and the root is always a unit. A module never becomes a unit if
-it has no `forward`, is already sharded, has no parameters that no other unit holds, or is read by its parent without
-being called.
+it has no `forward`, is already sharded, has no parameters left for it, or is read by its parent without being called.
 """
 
 import logging
@@ -27,11 +26,11 @@ from fsdp2.runtime.unit import has_forward, unit_of
 __all__ = ["Policy", "WrapReport", "Wrapped", "auto_shard", "by_class", "by_predicate", "by_size", "transformer_blocks"]
 
 _logger = logging.getLogger("fsdp2")
-# These use the parameters of a module below them (out_proj) without calling it, so nothing would gather a unit there.
+# These use the parameters of a submodule (out_proj) without calling it, so a unit there would never be gathered.
 _READ_THEIR_CHILDREN = (nn.MultiheadAttention,)
 
-# Gets a module's FQN, the module, and how many elements of parameters at and below it no unit chosen so far holds.
-# Returns why it becomes a unit, "" if it does not, and options of `fully_shard` for it.
+# Called with a module's FQN, the module, and the number of elements of its parameters that no unit holds so far.
+# Returns the reason why it becomes a unit ("" if it does not), and options of `fully_shard` for it.
 Rule = Callable[[str, nn.Module, int], tuple[str, Mapping[str, Any]]]
 
 
@@ -40,8 +39,8 @@ class Policy:
     """Which modules become units: from `by_class`, `by_size`, `by_predicate` or `transformer_blocks`.
 
     Attributes:
-        name: for the report.
-        rule_for: called once with the model; returns the rule, which must answer the same on all ranks.
+        name: its name in the report.
+        rule_for: called once with the model; returns the rule, which must give the same answers on all ranks.
     """
 
     name: str
@@ -74,7 +73,7 @@ class WrapReport:
     Attributes:
         policy: the policy's name.
         units: in the order in which they are sharded: children first, the root last.
-        refused: modules that the policy chose and that cannot be units, by name: why.
+        refused: modules that the policy chose but that cannot be units: name -> reason.
     """
 
     policy: str
@@ -83,7 +82,7 @@ class WrapReport:
 
     def __str__(self) -> str:
         rows = [("unit", "class", "parameters", "why")]
-        # A run of equal units is one row: a model of 80 layers should fit on a screen.
+        # A run of equal units is one row, so that a model with 80 layers fits on a screen.
         for _, run in groupby(self.units, key=lambda unit: (unit.class_name, unit.numel, unit.reason, unit.options)):
             first, *others = run
             names = f"{first.fqn} ... {others[-1].fqn}" if others else first.fqn or "(root)"
@@ -106,14 +105,14 @@ def auto_shard(model: nn.Module, policy: Policy, *, dry_run: bool = False, **opt
         model: becomes the root unit, which holds the parameters that no other unit holds.
         policy: `transformer_blocks`, `by_class`, `by_size`, `by_predicate`.
         dry_run: only report; nothing is sharded, no process group is needed, and `model` may be on the meta device.
-        options: of `fully_shard`, for every unit (`mesh`, `mp_policy`, `reshard_after_forward`, ...).
+        options: options of `fully_shard` for every unit (`mesh`, `mp_policy`, `reshard_after_forward`, ...).
 
     Returns:
-        Which units there are, how large they are, and why; ``print(report)`` shows a table.
+        The units, their sizes and reasons; ``print(report)`` shows a table.
 
     Raises:
-        ArgumentError: the policy chooses no module, or names a class that the model does not have; nothing is sharded
-            then. Or `fully_shard` refuses an option; earlier units are sharded by then.
+        ArgumentError: the policy chooses no module, or names a class that the model does not have; in these cases
+            nothing is sharded. Or `fully_shard` rejects an option; earlier units are sharded by then.
         MisuseError: `model` itself is already sharded. (Modules below it may be; they stay as they are.)
 
     Example::
@@ -152,14 +151,14 @@ def auto_shard(model: nn.Module, policy: Policy, *, dry_run: bool = False, **opt
 
 
 def _plan(model: nn.Module, rule: Rule, ignored: Any) -> tuple[dict[nn.Module, Wrapped], dict[str, str]]:
-    """The modules to shard, in that order, and those that were chosen and cannot be units: why."""
+    """The modules to shard, in order; and the chosen modules that cannot be units, with the reason."""
     units: dict[nn.Module, Wrapped] = {}
     refused: dict[str, str] = {}
     held: set[nn.Parameter] = set(ignored)
     seen: set[nn.Module] = set()
 
     def visit(fqn: str, module: nn.Module, reader: str) -> None:
-        """Decide for the modules below `module` and for it. `reader`: the class above that does not call them."""
+        """Decide for the modules below `module`, then for it. `reader`: a class above that does not call them."""
         if module in seen:
             return
         seen.add(module)
@@ -200,8 +199,8 @@ def by_class(*classes: type[nn.Module] | str) -> Policy:
     `transformer_auto_wrap_policy`, and Accelerate's `TRANSFORMER_BASED_WRAP`.
 
     Raises:
-        ArgumentError: no class is given, or something that is not a class; from `auto_shard`: the model has no
-            module of that class.
+        ArgumentError: no class is given, or an argument is not a class; from `auto_shard`: the model has no module of
+            that class.
 
     Example::
 
@@ -238,7 +237,7 @@ def by_size(min_numel: float = 1e8) -> Policy:
     `size_based_auto_wrap_policy` (with `min_num_params`), and Accelerate's `SIZE_BASED_WRAP`.
 
     Raises:
-        ArgumentError: `min_numel` is not positive; from `auto_shard`: no module is that large.
+        ArgumentError: `min_numel` is not positive; from `auto_shard`: no module is large enough.
     """
     if not min_numel > 0:
         raise ArgumentError(f"by_size: expected a positive number of elements, got {min_numel!r}")
@@ -275,12 +274,12 @@ def transformer_blocks() -> Policy:
     """The repeated blocks of the model become units.
 
     If a model names its blocks (Hugging Face's `_no_split_modules`), these become units. Otherwise the policy looks for
-    *stacks*: two or more modules of one class in a ModuleList, ModuleDict or Sequential, which have modules with
-    parameters below them. There may be several stacks (an encoder's and a decoder's). Only outermost stacks count, so
-    the experts of a block stay with it.
+    *stacks*: two or more modules of one class in a ModuleList, ModuleDict or Sequential, which contain modules with
+    parameters. There may be several stacks (an encoder's and a decoder's). Only outermost stacks count, so the experts
+    of a block are not units.
 
     Raises:
-        ArgumentError: from `auto_shard`: the model has no such blocks.
+        ArgumentError: from `auto_shard`: no such blocks were found.
     """
 
     def rule_for(model: nn.Module) -> Rule:
@@ -316,7 +315,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def classes_of(model: nn.Module) -> str:
-    """The classes that could be units, those of the largest modules first, for messages."""
+    """The classes of possible units, those of the largest modules first, for messages."""
     sizes: dict[str, list[int]] = {}
     for module in model.modules():
         if module is not model and has_forward(module) and (numel := _numel(module)):

@@ -1,7 +1,7 @@
-"""Imported by Python at startup if this folder is on ``PYTHONPATH``: with ``FSDP2_COMPAT=1``, install as soon as torch
-has been imported. Layer: compat.
+"""Imported by Python at startup if this folder is on ``PYTHONPATH``: with ``FSDP2_COMPAT=1`` it installs compat as soon
+as torch has been imported. Layer: compat.
 
-A process that does not import torch pays nothing. If installing fails, ``import torch`` fails, because a program must
+It costs nothing in processes that do not import torch. If it fails, ``import torch`` fails too, because a program must
 not run on another implementation than requested.
 """
 
@@ -22,7 +22,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 class _AfterTorch(MetaPathFinder):
-    """Finds torch as the other finders do, and extends its import."""
+    """Finds torch through the other finders, and extends its import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
