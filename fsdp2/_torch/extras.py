@@ -21,18 +21,18 @@ def group_allocates(group: dist.ProcessGroup, device: torch.device) -> bool:
     backend."""
     try:
         return bool(group._get_backend(device).supports_tensor_alloc(device))
-    except RuntimeError:  # no backend for this kind of device
+    except RuntimeError:  # no backend for this device type
         return False
 
 
 def allocate_from_group(group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """1-D memory of the group's backend, which it registered with the network. Only where `group_allocates`."""
+    """1-D memory of the group's backend, which has registered it with the network. Requires `group_allocates`."""
     tensor: torch.Tensor = group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
     return tensor
 
 
 def use_symmetric_memory(backend: str) -> None:
-    """Choose where symmetric memory comes from, for this process; there is no public module for symmetric memory."""
+    """Choose the backend of symmetric memory for this process; symmetric memory has no public module."""
     symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
 
 
@@ -58,18 +58,18 @@ def reduce_scatter_flat(output: torch.Tensor, source: torch.Tensor, op: Op, grou
     return collective_of(group, "reduce_scatter_single")(output, source, scatter_options(op))
 
 
-_own = threading.local()  # `name`: that of the group which this thread makes
+_own = threading.local()  # `name`: the name of the group that this thread is making
 _name_of_torch = distributed_c10d._hash_ranks_to_str
 distributed_c10d._hash_ranks_to_str = lambda ranks: getattr(_own, "name", "") or _name_of_torch(ranks)
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def new_group_of(ranks: list[int], backend: str, name: str) -> dist.ProcessGroup:
-    """A new group that is made by its ranks alone, which must have made equally many of these ranks before.
+    """A new group, made by its own ranks only, which must all have made equally many groups of these ranks before.
 
-    torch names such a group after its ranks and the number of all groups of this process, in which ranks may differ;
-    ranks with different names wait for each other in vain. And if a program bound the default group to a device, torch
-    would split its communicator, which all its ranks have to do (https://github.com/pytorch/pytorch/pull/129965).
+    torch names such a group after its ranks and the number of all groups of the process, in which ranks may differ;
+    ranks with different names would wait for each other forever. And if the default group is bound to a device, torch
+    would split its communicator, which needs all its ranks (https://github.com/pytorch/pytorch/pull/129965).
     """
     world = dist.group.WORLD
     assert world is not None

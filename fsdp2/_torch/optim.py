@@ -8,19 +8,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def mesh_of_one(device_type: str, rank: int) -> DeviceMesh:
-    """The mesh of one rank, also seen from the others. Nobody communicates on it, and only the private argument keeps
-    its constructor from creating a process group, together with all other ranks."""
+    """The mesh of one rank, also for use on other ranks. It is never communicated on, and only the private argument
+    keeps its constructor from creating a process group together with all other ranks."""
     with torch.device("cpu"):
         return DeviceMesh(device_type, [rank], _init_backend=False)
 
 
-# Operations on a tensor subclass go to its `__torch_dispatch__`, and their results stay as they are.
+# Operations on a tensor subclass go directly to its `__torch_dispatch__`, and results are not wrapped.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def wrapper_like(kind: Any, tensor: torch.Tensor, device: torch.device | None = None) -> Any:
-    """`Tensor._make_wrapper_subclass`: a tensor of class `kind` that says it is like `tensor` (on `device`, if one is
-    given), and has no memory."""
+    """`Tensor._make_wrapper_subclass`: a tensor of class `kind` with the properties of `tensor` (on `device`, if
+    given), but without memory."""
     return torch.Tensor._make_wrapper_subclass(
         kind,
         tensor.size(),
@@ -43,14 +43,14 @@ def written_arguments(op: Any) -> tuple[frozenset[int], frozenset[str]]:
 
 
 def is_view(op: Any) -> bool:
-    """Whether an `OpOverload` returns other views of the memory of its arguments, and writes nothing."""
+    """Whether an `OpOverload` returns views of its arguments' memory, and writes nothing."""
     aliases = [result.alias_info for result in op._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def accept_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Let ``GradScaler.step(optimizer)`` call `step` although there are no gradients; otherwise it fails with an
-    assertion about inf checks. Returns whether that had to be changed."""
+    """Let ``GradScaler.step(optimizer)`` call `step` even without gradients; otherwise it fails with an assertion about
+    inf checks. Returns whether this changed anything."""
     changes = not vars(optimizer).get("_step_supports_amp_scaling", False)
     optimizer.__dict__["_step_supports_amp_scaling"] = True
     return changes
@@ -62,14 +62,14 @@ def forget_scaler(optimizer: torch.optim.Optimizer) -> None:
 
 
 def take_from_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an enabled `GradScaler` is calling `step`: for that call it gives the optimizer these attributes, which
-    are removed here."""
+    """Whether an enabled `GradScaler` is calling `step`: for this call it sets attributes of the optimizer, which are
+    removed here."""
     optimizer.__dict__.pop("grad_scale", None)
     return optimizer.__dict__.pop("found_inf", None) is not None
 
 
 def foreach_multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """`torch._foreach_mul_`, by a 0-dim tensor: the value stays on the device."""
+    """`torch._foreach_mul_` with a 0-dim tensor: the value stays on the device."""
     if tensors:
         torch._foreach_mul_(list(tensors), factor)
 

@@ -1,4 +1,4 @@
-"""Private names of torch for `fsdp2.plan`: fake tensors, and what counts their memory. Ground layer."""
+"""Private names of torch for `fsdp2.plan`: fake tensors, and counting their memory. Ground layer."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from fsdp2._torch import real_tensors, running_backward
 from fsdp2._torch.shared import TorchDispatchMode
 
-# What fake tensors raise for an operator that needs values, or that torch cannot run without them.
+# The errors of fake tensors for an operator that needs values, or that torch cannot run without them.
 FAKE_ERRORS = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
@@ -29,13 +29,13 @@ _UPDATES = {
 
 
 class MemoryMode(TorchDispatchMode):
-    """A dispatch mode that counts memory. While any mode is active, torch computes sums of gradients that nobody else
-    holds, and gradients of indexing, out of place (`isTensorSubclassLike` in its C++), which takes more memory than
-    without; so such a mode has to ask. There is no public way to know who holds a tensor."""
+    """A dispatch mode that counts memory. While any mode is active, torch computes some sums of gradients, and
+    gradients of indexing, out of place instead of in place (`isTensorSubclassLike` in its C++). This takes more memory,
+    so the mode restores the in-place operation if nothing else holds the tensor. No public API counts references."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        _holders_of_a_sum()  # now: autograd does not work while a mode handles an operator
+        _holders_of_a_sum()  # cached now: autograd does not work while a mode handles an operator
 
     @staticmethod
     def as_without(op: Any, args: Sequence[Any]) -> Any:
@@ -52,7 +52,7 @@ class MemoryMode(TorchDispatchMode):
 
 
 def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """How many references there are to a tensor, in C++ and in Python, and how many tensors to its memory."""
+    """The number of references to a tensor, in C++ and in Python, and the number of tensors on its memory."""
     storage = tensor.untyped_storage()
     count: Any = tensor
     return count._use_count(), getrefcount(tensor), torch._C._storage_Use_Count(storage._cdata)

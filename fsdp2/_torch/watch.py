@@ -10,12 +10,12 @@ from torch.distributed import distributed_c10d
 
 
 def all_groups() -> list[dist.ProcessGroup]:
-    """All process groups of this process, also those that others made. No public function lists them."""
+    """All process groups of this process, including those of other libraries. No public function lists them."""
     return list(distributed_c10d._world.pg_map)
 
 
 def abort(groups: Sequence[dist.ProcessGroup]) -> None:
-    """End all collectives of `groups`, on backends that can. NCCL's communicators are aborted together, because the
+    """Abort all collectives of `groups`, on backends that can. NCCL's communicators are aborted together, because the
     abort of one may wait for another (https://github.com/pytorch/pytorch/issues/119797). No public function does that.
     """
     nccl: Any = None
@@ -26,7 +26,7 @@ def abort(groups: Sequence[dist.ProcessGroup]) -> None:
     if are_nccl:
         nccl._group_start()
     for group in groups:
-        with suppress(RuntimeError):  # that backend cannot; the others still end
+        with suppress(RuntimeError):  # this backend cannot; the others still end
             group.abort()
     if are_nccl:
         nccl._group_end()

@@ -1,19 +1,19 @@
-"""Checks for mistakes that would train silently. Each is an error or a warning that says what to do.
+"""Checks for mistakes that would otherwise go unnoticed in training. Each raises or warns, and says what to do.
 
 ::
 
     captured    `torch.autograd.grad` with respect to an unsharded parameter
-    emptied     parameters that `to_empty` left, and nobody filled
+    emptied     parameters that were never filled after `to_empty`
     meshes      ranks or axes of a mesh in another order
     names       a name of the model that a method of ours would hide
     left_out    trainable parameters that no unit manages
     replicas    replicas that start from different parameters
-    unreduced   a step, clip or `zero_grad` while gradients wait to be reduced
+    unreduced   a step, clip or `zero_grad` while gradients are unreduced
     weights     weights that several modules hold
     whole_loads whole tensors that are loaded into sharded parameters
-    step_hook   where optimizers are checked, before they step
+    step_hook   the hook that checks optimizers before they step
 
-Importing this package plugs them into the hooks of the runtime, which knows none of them.
+Importing this package registers them in the hooks of the runtime, which knows none of them.
 """
 
 from fsdp2.checks import (

@@ -1,4 +1,4 @@
-"""`torch.autograd.grad` with respect to an unsharded parameter: the gradient of this rank alone. Layer: checks."""
+"""`torch.autograd.grad` with respect to an unsharded parameter, which gives this rank's own gradient. Layer: checks."""
 
 from torch.autograd.graph import get_gradient_edge
 
@@ -17,9 +17,9 @@ def watch_root(step: Step) -> None:
 
 
 def _check(unit: Unit) -> None:
-    """Raise if the running backward returns the gradient of a parameter of `unit`, unless gradients are finalised by
-    hand: pipelines that split backward do that, and set the gradients themselves. (A unit that reshards after forward
-    has no parameters that a user could have passed.)"""
+    """Raise if the running backward returns the gradient of a parameter of `unit`, unless gradients are finalised
+    manually: pipelines that split backward do that, and set the gradients themselves. (A unit that reshards after
+    forward has no unsharded parameters that a user could pass.)"""
     root = None if unit.step is None else unit.step.root()
     if unit.settings.reshard_after_forward or not unit.settings.requires_gradient_sync:
         return
@@ -35,8 +35,8 @@ def _check(unit: Unit) -> None:
 
 
 def _find(group: Bucket) -> str | None:
-    """The FQN of such a parameter. The nodes are not kept: torch would go on with their stream when the program uses
-    another one."""
+    """The FQN of such a parameter. The nodes are not kept, because torch would keep using their stream after the
+    program has switched to another one."""
     pairs = zip(group.params, group.gradients.unsharded, strict=bool(group.gradients.unsharded))
     with outside_transforms():
         nodes = ((param.fqn, get_gradient_edge(each).node) for param, each in pairs if each.requires_grad)

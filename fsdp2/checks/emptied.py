@@ -1,10 +1,8 @@
-"""Memory from `to_empty` that was never written to: detected at the first forward, before training on it. Layer:
-checks.
+"""Detects memory from `to_empty` that was never written to, at the first forward. Layer: checks.
 
-A mark of a few bytes is written at both ends of each tensor. Any way of filling the tensor overwrites the mark,
-including those that leave no other trace (`.data`, NumPy, a file read into memory). Tensors of less than `SMALLEST`
-bytes, which could hold the mark by chance, and subclasses, whose memory only their operators may access, are not
-marked.
+A mark of a few bytes is written at both ends of each tensor. Filling the tensor overwrites the mark, even if it leaves
+no other trace (`.data`, NumPy, a file read into memory). Tensors of less than `SMALLEST` bytes, which could hold the
+mark by chance, and subclasses, whose memory only their operators may access, are not marked.
 """
 
 import warnings
@@ -39,7 +37,7 @@ def can_mark(tensor: torch.Tensor) -> bool:
 
 
 def mark(tensor: torch.Tensor) -> None:
-    """Mark a tensor's memory as having no values yet."""
+    """Mark a tensor's memory as not filled yet."""
     if can_mark(tensor):
         with torch.inference_mode():
             for end in _ends(tensor):
@@ -69,8 +67,9 @@ def _ends(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def before_apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> Callable[[], None]:
-    """Before ``module._apply(fn)``. What is returned marks what has no values afterwards: after `to_empty` all
-    parameters and buffers of the module, after `to` those that have none now. Sharded modules below handle theirs."""
+    """Called before ``module._apply(fn)``. The returned function marks tensors without values afterwards: after
+    `to_empty` all parameters and buffers of the module, after `to` those that have no values now. Sharded modules below
+    handle their own."""
     global _num_emptied
     empties = makes_empty(fn)
     _num_emptied += empties
@@ -117,11 +116,11 @@ def watch_root(step: Step) -> None:
 
 
 def check_filled(unit: Unit) -> None:
-    """Check that everything in and below the unit's modules has values.
+    """Check that all tensors in and below the unit's modules have values.
 
     Raises:
-        OrderError: parameters or persistent buffers have none. (Other buffers, which some modules recompute in forward,
-            only cause a warning.)
+        OrderError: parameters or persistent buffers have no values. (Other buffers only cause a warning, because some
+            modules recompute them in forward.)
     """
     garbage: dict[str, None] = {}
     scratch: dict[str, None] = {}
@@ -129,7 +128,7 @@ def check_filled(unit: Unit) -> None:
     units = [one for each in below if (one := unit_of(each)) is not None]
     sharded: dict[torch.Tensor | None, torch.Tensor] = {
         param.unsharded: param.sharded for one in units for param in one.params
-    }  # for units that were unsharded by hand
+    }  # for units that the user has unsharded
     for each, prefix in below.items():
         for (_, name), tensor in _tensors(each, recurse=False):
             if is_marked(sharded.get(tensor, tensor)):

@@ -1,9 +1,9 @@
-"""Trainable parameters that no unit manages, in a model where units do manage others. Layer: checks.
+"""Trainable parameters that no unit manages, in a model with units. Layer: checks.
 
-If `fully_shard` was called on the blocks but not on the model that holds them, the model's other parameters (embedding,
-head) stay plain. Their gradients are not reduced, so they diverge between ranks while the loss falls. The same happens
-to parameters that are added after `fully_shard`. Each such parameter is named once: after the first backward, in a clip
-or in a save. Parameters in `ignored_params`, and those that DDP reduces, are not reported.
+If `fully_shard` was called on the blocks but not on the model that contains them, the model's other parameters
+(embedding, head) stay plain. Their gradients are not reduced, so they diverge between ranks while the loss falls. The
+same happens to parameters that are added after `fully_shard`. Each such parameter is reported once: after the first
+backward, in a clip or in a save. Parameters in `ignored_params`, and those that DDP reduces, are not reported.
 """
 
 import inspect
@@ -28,20 +28,20 @@ _CALL: Any = nn.Module.__call__
 _known = WeakIdKeyDictionary()  # plain parameters that the user excluded, or that were reported
 _models: WeakSet[nn.Module] = WeakSet()  # the models that `outermost_model` returned
 _trained: WeakSet[nn.Module] = WeakSet()  # the models whose backward was checked
-# Lists of parameters that were clipped: the id of the first, and their number. No weak references, because torch cannot
-# move parameters that have one (`module.to` swaps tensors).
+# Lists of parameters that were clipped: the id of the first, and their number. Not weak references, because torch
+# cannot move parameters that have one (`module.to` swaps tensors).
 _clipped: set[tuple[int, int]] = set()
 
 
 def note_ignored(params: Iterable[nn.Parameter]) -> None:
-    """Note parameters that the user excluded."""
+    """Record parameters that the user excluded."""
     for param in params:
         if not isinstance(param, DTensor):  # a weak reference to one would keep `module.to` from swapping it
             _known[param] = True
 
 
 def outermost_model(module: nn.Module) -> nn.Module:
-    """The outermost module that contains `module` and whose call is running now; otherwise `module` itself."""
+    """The outermost module that contains `module` and whose call is running; otherwise `module` itself."""
     found = module
     frame = inspect.currentframe()
     while frame is not None:
@@ -56,7 +56,7 @@ def outermost_model(module: nn.Module) -> nn.Module:
 
 
 def watch_root(step: Step) -> None:
-    """Warn about parameters of the model around a root that got a gradient in its first backward."""
+    """Warn about parameters of the model around a root that got a gradient in the first backward."""
     model = ref(outermost_model(step.units[0].modules[0]))
     step.hooks.after_backward.append(lambda: _after_backward(model()))
 

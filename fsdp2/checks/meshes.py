@@ -1,4 +1,4 @@
-"""Meshes on which a model would train, and which are probably not meant. Layer: checks, above api."""
+"""Meshes that work but are probably not intended. Layer: checks, above api."""
 
 from collections.abc import Sequence
 from warnings import warn
@@ -15,7 +15,7 @@ def check_meshes(drafts: Sequence[Draft]) -> None:
     """Check the meshes of all parameters that `fully_shard` will shard.
 
     Raises:
-        UnsupportedError: an axis that shards has its ranks in another order than its process group.
+        UnsupportedError: a shard axis has its ranks in another order than its process group.
     """
     for roles in {plan.roles for draft in drafts for _, plan in draft.planned}:
         if roles.shard_axis is not None:
@@ -34,8 +34,8 @@ def check_meshes(drafts: Sequence[Draft]) -> None:
 
 
 def _check_order(mesh: DeviceMesh, axis: int) -> None:
-    """Collectives place shards by the ranks in the group, which torch sorts; DTensors, by those in the mesh. Where they
-    differ a model trains, and its checkpoints and initial values have rows in another order. All ranks raise."""
+    """Collectives order shards by rank in the group, which torch sorts; DTensors order them by position in the mesh. If
+    these differ, a model trains, but its checkpoints and initial values have rows in another order. All ranks raise."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return

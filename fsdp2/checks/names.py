@@ -1,4 +1,4 @@
-"""No name that `fully_shard` adds to a module hides one of the module's own. Layer: checks, above api."""
+"""Names that `fully_shard` adds to a module must not hide the module's own. Layer: checks, above api."""
 
 from collections.abc import Sequence
 
@@ -25,8 +25,8 @@ def _check_names(module: nn.Module) -> None:
     `_apply`, `zero_grad` and Python's special methods are exempt, because ours call the model's.
 
     Raises:
-        ArgumentError: the class of `module`, or a base class, has a method or an attribute of such a name, or the
-            module has an attribute, a parameter, a buffer or a submodule of such a name.
+        ArgumentError: the class of `module`, or a base class, has a method or an attribute with such a name, or the
+            module has an attribute, a parameter, a buffer or a submodule with such a name.
     """
     bases = [
         base for base in type(module).__mro__ if base not in (object, nn.Module, torch.distributed.fsdp.FSDPModule)

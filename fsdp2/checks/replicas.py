@@ -2,10 +2,10 @@
 
 Reductions do not make replicas equal if they start different. Ranks that built their models from different seeds, or
 loaded different files, silently train different models, and each loss falls. So one checksum per unit is compared once
-over the replicate axis, and one flag is sent over the shard axis, so that all ranks learn the result.
+over the replicate axis, and one flag is exchanged over the shard axis, so that all ranks learn the result.
 
-Along a shard axis no two ranks hold the same data. There `fully_shard` notes the first values of each whole parameter,
-and the first forward compares them through the store, unless the shards have changed since.
+Along a shard axis no two ranks hold the same data. There `fully_shard` records the first values of each whole
+parameter, and the first forward compares them through the store, unless the shards have changed since.
 """
 
 import json
@@ -34,7 +34,7 @@ from fsdp2.watch.watchdog import watchdog
 
 _WORD = 8  # bytes
 _MOST_COMPARED = 1000  # parameters; the store takes values of some MiB
-# Of each whole parameter and of this rank's shard, as they were when it was sharded.
+# Samples of each whole parameter and of this rank's shard, from when it was sharded.
 _samples: WeakKeyDictionary[ManagedParameter, tuple[torch.Tensor, torch.Tensor | None]] = WeakKeyDictionary()
 _num_compared: Counter[str] = Counter()
 
@@ -80,7 +80,7 @@ class _Replicated:
 
 
 def check_root(step: Step) -> None:
-    """Compare what the ranks of a new root start from. Raises and warns as the two functions below."""
+    """Compare the initial parameters of the ranks of a new root. Raises and warns as the two functions below."""
     groups = [group for unit in step.units for group in unit.groups]
     check_replicas(groups)
     warn_of_different_models(groups)
@@ -90,7 +90,7 @@ def check_replicas(groups: Sequence[Bucket]) -> None:
     """Compare the sharded parameters of `groups` over their replicate axes. Collective over their meshes.
 
     Raises:
-        ArgumentError: replicas differ; on all ranks of the mesh.
+        ArgumentError: replicas differ; raised on all ranks of the mesh.
     """
     by_roles: dict[MeshRoles, _Replicated] = {}
     for group in groups:
@@ -109,7 +109,7 @@ def check_replicas(groups: Sequence[Bucket]) -> None:
 
 
 def sample_of(data: torch.Tensor) -> torch.Tensor | None:
-    """The first bytes of a whole parameter, which all ranks should have alike; None if they cannot be read."""
+    """The first bytes of a whole parameter, which should be equal on all ranks; None if they cannot be read."""
     if data.is_meta or not data.numel() or is_wrapper(data) or is_fake(data):
         return None
     row = data.detach()[(0,) * (data.ndim - 1)] if data.ndim else data.detach().view(1)
@@ -117,14 +117,14 @@ def sample_of(data: torch.Tensor) -> torch.Tensor | None:
 
 
 def note_sample(param: ManagedParameter, data: torch.Tensor) -> None:
-    """`param` has been sharded, and `data` are its whole values."""
+    """Record samples of a parameter that has been sharded; `data`: its whole values."""
     if param.roles.shard_group is not None and (sample := sample_of(data)) is not None:
         _samples[param] = sample, sample_of(param.flat[: param.geometry.local_numel])
 
 
 def warn_of_different_models(groups: Sequence[Bucket]) -> None:
-    """Warn if another rank of a shard axis has sharded other values. Parameters whose shard has changed since (they
-    were initialised again, or loaded) are left out."""
+    """Warn if another rank of a shard axis has sharded other values. Parameters whose shard has changed since
+    (initialised again, or loaded) are skipped."""
     if (dog := watchdog()) is None:
         return
     by_group: dict[dist.ProcessGroup, dict[str, list[int]]] = {}

@@ -1,7 +1,7 @@
-"""Checks of every optimizer before it steps, through torch's hooks for all optimizers. Layer: checks.
+"""Checks every optimizer before it steps, through torch's global optimizer hooks. Layer: checks.
 
-Installed when the first unit is created, so a program that shards nothing pays nothing. Compiled steps are not checked:
-under Dynamo the hooks return at once.
+Installed when the first unit is created, so it costs nothing in a program that shards nothing. Compiled steps are not
+checked: under Dynamo the hooks return at once.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ def before_each_step(check: Check) -> Check:
 
 
 def when_gradients_are_final(check: Check) -> None:
-    """Call `check` with each optimizer that is about to step; after a step with a closure, because the closure computes
-    the gradients."""
+    """Call `check` with each optimizer that is about to step; with a closure, after the step, because the closure
+    computes the gradients."""
     _final.append(check)
 
 
@@ -61,9 +61,9 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
 
 
 def _count_changes(optimizer: torch.optim.Optimizer) -> None:
-    """Let the versions of DTensors say that they have changed. Operators on lists of tensors do not
-    (https://github.com/pytorch/pytorch/pull/197502); what was gathered before is known to be old by them. `foreach` and
-    `fused` use such operators, and on an accelerator so do optimizers that were not asked. The same on all ranks."""
+    """Bump the versions of changed DTensors, by which stale gathered values are detected. Foreach operators do not bump
+    them (https://github.com/pytorch/pytorch/pull/197502); optimizers use these with `foreach` and `fused`, and on an
+    accelerator by default. The same on all ranks."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     torch.autograd.graph.increment_version([p for p in params if isinstance(p, DTensor) and p.grad is not None])
 

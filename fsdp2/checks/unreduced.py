@@ -1,6 +1,6 @@
-"""Detects the use of sharded gradients while others still wait to be reduced. Layer: checks.
+"""Detects the use of sharded gradients while others are still unreduced. Layer: checks.
 
-A backward with gradient sync or all-reduce turned off, one that is not the last, or one that will be finalised by hand
+A backward with gradient sync or all-reduce turned off, one that is not the last, or one that will be finalised manually
 leaves gradients where no optimizer sees them. A step, a clip or a `zero_grad` is then a silent mistake: a program that
 never turns reductions on again trains nothing. Roots whose last backward left gradients are listed here, so that the
 check costs almost nothing if there are none.
@@ -37,12 +37,12 @@ class Unreduced:
 
     def __init__(self, step: Step) -> None:
         self._step = ref(step)
-        self._is_partial = False  # the running backward computes the gradients of some inputs only
-        self._has_reduced = False  # into sharded gradients, ever
-        self._expects = False  # a forward ran with gradients, and none has come since
+        self._is_partial = False  # the running backward computes only some gradients
+        self._has_reduced = False  # gradients of this root were reduced at least once
+        self._expects = False  # a forward ran with gradients, and none has arrived since
         self._left_by: WeakKeyDictionary[Unit, str] = WeakKeyDictionary()  # unit -> the call that left its gradients
         self._num_backwards = 0
-        self._used_after = 0  # the number of backwards when gradients were last used while some waited
+        self._used_after = 0  # the number of backwards when gradients were last used while some were unreduced
         self._num_uses = 0
         self._has_warned = False
 
@@ -53,7 +53,7 @@ class Unreduced:
             _waiting.add(self)
 
     def reached_in_part(self, unit: Unit) -> None:
-        """Backward reaches `unit`; unless that sees no end of its backward, for some inputs only."""
+        """Backward reaches `unit`, and computes only some gradients if the unit can see that."""
         self._is_partial = self._is_partial or unit.state.sees_end
 
     def after_backward(self) -> None:
@@ -77,12 +77,12 @@ class Unreduced:
         (_waiting.add if causes or self._expects or is_finalized else _waiting.discard)(self)
 
     def reset(self) -> None:
-        """Gradients that were left have been dropped."""
+        """Unreduced gradients were dropped."""
         self._left_by.clear()
         self._is_partial = False
 
     def _warn_of_partial(self, units: list[Unit]) -> None:
-        """Warn, once, if a backward for some inputs gave gradients to some units, and not to all that ran."""
+        """Warn, once, if a backward with `inputs` gave gradients to some units, but not to all that ran."""
         arrived = [unit for unit in units if _has_arrived(unit)]
         if not arrived or any(unit.settings.reshard_after_forward for unit in arrived):
             return
@@ -102,7 +102,7 @@ class Unreduced:
             is_read: the call reads gradients, instead of only clearing them. Counts once per backward.
 
         Raises:
-            OrderError: gradients are read while some are unreduced for the second time, and none of this root was ever
+            OrderError: gradients are read for the second time while some are unreduced, and none of this root was ever
                 reduced.
         """
         step = self._step()
@@ -138,7 +138,7 @@ class Unreduced:
 
 
 def _has_arrived(unit: Unit) -> bool:
-    """Whether the running backward has given some parameter a gradient."""
+    """Whether the running backward has given any parameter a gradient."""
     return any(group.gradients.were_taken or group.gradients.arrived for group in unit.groups)
 
 
@@ -154,7 +154,7 @@ def _what_leaves(unit: Unit, is_manual: bool) -> str:
 
 
 def _has_unreduced(unit: Unit, ids: set[int]) -> bool:
-    """Whether gradients of parameters with these ids are unsharded, or wait for an all-reduce."""
+    """Whether parameters with these ids have gradients that are unsharded or wait for an all-reduce."""
     pairs = [(group, param) for group in unit.groups for param in group.params if param.is_among(ids)]
     wholes = [param.unsharded for _, param in pairs if param.unsharded is not None]
     waits = any(param in group.gradients.partials for group, param in pairs)
@@ -187,12 +187,12 @@ def _message(call: str, found: list[tuple[str, str]]) -> str:
 
 
 def check_reduced(call: str, params: Iterable[torch.Tensor], is_read: bool = True) -> None:
-    """Warn, once per root, if gradients of sharded `params` wait to be reduced while `call` uses the existing ones.
+    """Warn, once per root, if gradients of sharded `params` are unreduced while `call` uses the existing ones.
 
     Raises:
         OrderError: see `Unreduced.check`.
     """
-    if not _waiting or backward_is_running():  # an optimizer that runs in backward steps parameters that are ready
+    if not _waiting or backward_is_running():  # an optimizer that runs in backward steps complete gradients
         return
     ids = {id(param) for param in params}
     for unreduced in list(_waiting):

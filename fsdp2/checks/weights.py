@@ -1,4 +1,4 @@
-"""Weights that several modules hold, and not all by units of one root. Layer: checks."""
+"""Weights that several modules hold, but not all in units of one root. Layer: checks."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,15 @@ def check_weights(units: Sequence[Unit]) -> None:
     """Check the weights below a new root.
 
     Raises:
-        ArgumentError: one weight belongs to two groups, is managed under one name and not under another, or belongs to
-            a unit of another root.
+        ArgumentError: a weight belongs to two groups, is managed under one name but not under another, or belongs to a
+            unit of another root.
     """
     _check_tied(units[0].modules[0], [param for unit in units for param in unit.params])
     _check_borrowed(units)
 
 
 def _check_tied(root: nn.Module, params: Sequence[ManagedParameter]) -> None:
-    """Raise if one weight belongs to two groups, or is managed under one name only: training would update two
+    """Raise if a weight belongs to two groups, or is managed under only one of its names: training would update two
     copies."""
     advice = "Call fully_shard once on the list of the modules that share it: fully_shard([a, b])."
     for fqn, plain in root.named_parameters():

@@ -1,4 +1,4 @@
-"""A whole tensor that is loaded into a sharded parameter: torch's error, with what to do. Layer: checks."""
+"""Adds advice to torch's error for a whole tensor that is loaded into a sharded parameter. Layer: checks."""
 
 import re
 from typing import Any
@@ -25,7 +25,7 @@ _errors_of_loads: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
 
 def watch_loads(unit: Unit) -> None:
-    """Watch what is loaded into the modules that hold parameters of `unit`."""
+    """Watch loads into the modules that hold parameters of `unit`."""
     modules = [slot.module for group in unit.groups for param in group.params for slot in param.slots]
     for module in dict.fromkeys(modules):
         if module is not None and module not in _watched:

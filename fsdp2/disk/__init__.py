@@ -1,1 +1,1 @@
-"""Files on a disk of this machine: past the page cache, without a name, and as memory. Layer: ground."""
+"""Files on a local disk: direct I/O, unnamed files, and files mapped as memory. Layer: ground."""

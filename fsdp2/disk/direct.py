@@ -1,8 +1,8 @@
-"""Write and read past the page cache, with O_DIRECT. Ground layer.
+"""Reads and writes that bypass the page cache, with O_DIRECT. Ground layer.
 
-A checkpoint is written once and mostly never read, and the state of an optimizer on disk is read once each step. In the
-page cache they evict what the trainer reads, and finding pages for them takes most of the CPU time. With O_DIRECT the
-disk only takes whole pages, of page-aligned memory. Values are copied here too, but through the same few pages.
+A checkpoint is written once and usually never read, and optimizer state on disk is read once per step. In the page
+cache they would evict what the trainer reads, and finding pages for them takes most of the CPU time. O_DIRECT requires
+whole pages of page-aligned memory. So values are copied here too, but through the same few pages.
 """
 
 import ctypes
@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 
 __all__ = ["PAGE", "PIECE", "DirectFile", "memory_at", "open_direct"]
 
-PAGE = mmap.PAGESIZE  # direct writes cover whole pages: partial ones go through the page cache
+PAGE = mmap.PAGESIZE  # direct writes cover whole pages; partial ones go through the page cache
 PIECE = 2 << 20  # bytes that a thread writes or reads at a time, and the size of each thread's buffer
 
-# A file system may accept the flag but refuse to open a file, or to write, with it.
+# A file system may accept the flag but fail to open a file, or to write, with it.
 REFUSALS = (errno.EINVAL, errno.ENOTSUP)
 
 
@@ -26,16 +26,16 @@ _FROM_HERE_ON = ctypes.c_char * (1 << 62)  # one type for all sizes: making one 
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """These bytes of memory, whose owner the caller keeps alive."""
+    """A view of these bytes of memory. The caller must keep their owner alive."""
     return memoryview(_FROM_HERE_ON.from_address(address)).cast("B")[:nbytes]
 
 
 def open_direct(path: str, opened: int, flags: int) -> "DirectFile | None":
-    """Open the file at `path`, already open as `opened`, again past the page cache, with `flags` (that say whether for
-    reading or writing). None if that is not possible or of no use.
+    """Open the file at `path`, already open as `opened`, a second time for direct I/O, with `flags` for reading or
+    writing. None if this is impossible or useless.
 
-    Only for local disks: other file systems (NFS, overlays, memory) have no major device number, and over a network
-    each direct write would wait for the server's disk.
+    Only for local disks: over a network each direct write would wait for the server's disk. Other file systems (NFS,
+    overlays, memory) are recognised by the missing major device number.
     """
     here = os.fstat(opened)
     if sys.platform != "linux" or not os.major(here.st_dev):
@@ -53,7 +53,7 @@ def open_direct(path: str, opened: int, flags: int) -> "DirectFile | None":
 
 
 def _copy(into: memoryview, values: memoryview) -> None:
-    """Copy bytes; many without the GIL, for which the trainer would wait, for long if this thread is preempted."""
+    """Copy bytes, large amounts without the GIL: otherwise the trainer waits, for long if this thread is preempted."""
     if values.readonly or values.nbytes < PAGE:
         into[:] = values
     else:
@@ -64,7 +64,7 @@ def _address(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-# Not in use by any thread; as many as threads have used at a time, for all files, of which there may be hundreds.
+# Free buffers, shared by all files, of which there may be hundreds: as many as threads have used at the same time.
 _buffers: list[memoryview] = []
 
 
@@ -80,7 +80,7 @@ def _new_buffer() -> memoryview:
     """Memory for one piece, in one large page where the system has them: with small ones the disk was a third as
     fast (docs/decisions.md). It is unmapped when it is unreferenced."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, 2 * PIECE, flags=private)  # large pages are as large as a piece, and begin at multiples
+    memory = mmap.mmap(-1, 2 * PIECE, flags=private)  # a large page has the size of a piece, and is aligned to it
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % PIECE
@@ -88,18 +88,18 @@ def _new_buffer() -> memoryview:
 
 
 class DirectFile:
-    """A file of which whole pages are written and read. Several threads may do so at the same time."""
+    """A file that is read and written in whole pages. Several threads may do so at the same time."""
 
     def __init__(self, fd: int):
         self._fd = fd
         self._refused = False
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> bool:
-        """Write the bytes of `parts` one after the other from `offset`, which is page-aligned. Their total is a
-        multiple of the page size.
+        """Write the bytes of `parts` one after the other from the page-aligned `offset`. Their total must be a multiple
+        of the page size.
 
         Returns:
-            False if the file system refuses; the caller must then write them in another way.
+            False if the file system does not support it; the caller must then write them in another way.
         """
         if self._refused:
             return False
@@ -119,10 +119,10 @@ class DirectFile:
         return not self._refused
 
     def read(self, offset: int, into: memoryview) -> bool:
-        """Fill `into` with the bytes from `offset`, which is page-aligned. The file has the whole of the last page.
+        """Fill `into` with the bytes from the page-aligned `offset`. The file must contain the whole last page.
 
         Returns:
-            False if the file system refuses; the caller must then read them in another way.
+            False if the file system does not support it; the caller must then read them in another way.
         """
         if self._refused:
             return False
@@ -138,7 +138,7 @@ class DirectFile:
 
     @contextmanager
     def _buffer(self) -> Iterator[memoryview]:
-        """A buffer for the block; notes if the file system refuses what the block does, which ends it."""
+        """A buffer for the block. If the file system rejects the block's I/O, this ends the block and is recorded."""
         buffer = _buffer()
         try:
             yield buffer

@@ -1,6 +1,6 @@
-"""`DiskFile`: a file without a name, read and written past the page cache. Layer: ground.
+"""`DiskFile`: a file without a name, read and written with direct I/O. Layer: ground.
 
-Nobody else can know it, and what a process leaves behind when it dies, the system frees at once.
+No other process can open it, and the system frees it when the process dies.
 """
 
 import os
@@ -19,27 +19,27 @@ UNNAMED_AFTER = 60.0  # seconds after which a name must have come from a process
 
 
 def in_turn(folders: Sequence[str], number: int) -> str:
-    """The folder for the file with this number. The ranks of a machine begin with different ones: they make their files
-    at the same time, in the same order."""
+    """The folder for the file with this number. The ranks of a machine start with different folders, because they make
+    their files at the same time, in the same order."""
     return folders[(number + int(os.environ.get("LOCAL_RANK", "0"))) % len(folders)]
 
 
 class DiskFile:
-    """A file without a name, of which nobody else knows. It is gone when this object is.
+    """A file without a name. It disappears with this object.
 
     Args:
         nbytes: its size, which is reserved.
-        what, so: what it will have, and what follows if it cannot be made; for the message.
+        what, so: its content, and the consequence or advice if it cannot be made; for the error message.
 
     Raises:
-        OSError: the folder cannot be written to, or has no room. No file is left.
+        OSError: the folder cannot be written to, or has no room. No file is left behind.
     """
 
     def __init__(self, folder: str, nbytes: int, what: str, so: str):
         self._fd = -1
         self._direct: DirectFile | None = None
         try:
-            os.makedirs(folder, exist_ok=True)  # it looks empty, and somebody may have removed it
+            os.makedirs(folder, exist_ok=True)  # it looks empty, so a user may have removed it
             self._fd, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
             try:
                 self._direct = open_direct(path, self._fd, os.O_RDWR | os.O_CLOEXEC)
@@ -58,7 +58,7 @@ class DiskFile:
         self.close()
 
     def close(self) -> None:
-        """Close it, which frees its room on the disk."""
+        """Close it, which frees its disk space."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -66,18 +66,18 @@ class DiskFile:
             self._direct.close()
 
     def fill(self, offset: int, into: memoryview) -> None:
-        """Read, past the page cache if possible, from an offset that is a multiple of the page size."""
+        """Read, with direct I/O if possible, from an offset that is a multiple of the page size."""
         if self._direct is None or not self._direct.read(offset, into):
             self.read(offset, into)
 
     def keep(self, offset: int, values: memoryview) -> None:
-        """Write likewise. The rest of the last page is of no use to others."""
+        """Write in the same way. The rest of the last page may be filled with zeros."""
         rest = memoryview(bytes(whole_pages(values.nbytes) - values.nbytes))
         if self._direct is None or not self._direct.write(offset, [values, rest]):
             self.write(offset, values)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Read from anywhere."""
+        """Read from any offset."""
         while into.nbytes:
             count = os.preadv(self._fd, [into], offset)
             if not count:
@@ -85,7 +85,7 @@ class DiskFile:
             offset, into = offset + count, into[count:]
 
     def write(self, offset: int, values: memoryview) -> None:
-        """Write anywhere."""
+        """Write at any offset."""
         while values.nbytes:
             count = os.pwritev(self._fd, [values], offset)
             offset, values = offset + count, values[count:]
@@ -93,8 +93,8 @@ class DiskFile:
 
 @cache
 def remove_leftovers(folder: str) -> None:
-    """Create the folder, or remove what processes left there that died before they could remove their files' names. A
-    file of a living process has a name for no longer than a moment."""
+    """Create the folder, or remove files in it whose processes died before they could unlink them. Files of live
+    processes only have a name for a moment."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     for path in Path(folder).glob(PREFIX + "*"):
         with suppress(FileNotFoundError, PermissionError):
@@ -103,5 +103,5 @@ def remove_leftovers(folder: str) -> None:
 
 
 def whole_pages(nbytes: int) -> int:
-    """Rounded up to pages."""
+    """`nbytes` rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE

@@ -1,8 +1,8 @@
-"""Tensors on memory that is a file's: the system reads what is looked at, and writes what has changed. Layer: above
-`placement.carving`, whose carved tensors may lie in a file.
+"""Tensors on memory-mapped files: the system reads pages that are accessed, and writes those that have changed. Layer:
+above `placement.carving`, whose carved tensors may be in a file.
 
-Every operation works on them, and sees the values of the last write. `RestingShards` says when the memory is of no use
-for a while, and what will be used next; if it says so at the wrong time, the system reads once more.
+Every operation works on them, and sees the values of the last write. `RestingShards` hints when memory is not needed
+for a while, and which files are used next; a wrong hint only costs another read.
 """
 
 import ctypes
@@ -28,12 +28,12 @@ _made = count()
 
 
 class MappedFile(DiskFile):
-    """A file without a name that is memory too, of zeros at first.
+    """A file without a name that is mapped as memory, zeros at first.
 
     Attributes:
         memory: the storage.
-        failure: why it could not be written, until `RestingShards.check` has said so. The system may have forgotten the
-            values, and says so once, to whoever wrote.
+        failure: why it could not be written, until `RestingShards.check` has raised it. The system may have lost the
+            values, and reports that only once, to the writer.
     """
 
     def __init__(self, folder: str, nbytes: int, what: str, so: str):
@@ -42,7 +42,7 @@ class MappedFile(DiskFile):
         self.memory: Any = torch.UntypedStorage.from_file(f"/dev/fd/{self._fd}", True, nbytes)
 
     def read_ahead(self) -> None:
-        """Begin to read all of it."""
+        """Start to read all of it."""
         if sys.platform == "linux":
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_WILLNEED)
 
@@ -50,7 +50,7 @@ class MappedFile(DiskFile):
         """Write what has changed, and free the memory until it is used again."""
         if sys.platform != "linux":
             return
-        # The page cache only gives up pages that are mapped nowhere, and written.
+        # The page cache only drops pages that are not mapped and have been written.
         address, size = ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_size_t(self.memory.nbytes())
         _libc().madvise(address, size, mmap.MADV_DONTNEED)
         try:
@@ -67,12 +67,12 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-# Maps tensors that `zeros` made to their files. As the base of views they live as long as the memory is used.
+# Maps tensors from `zeros` to their files. As the base of views, a tensor lives as long as its memory is used.
 _files = WeakIdKeyDictionary()
 
 
 def zeros(numel: int, dtype: torch.dtype, folders: Sequence[str]) -> torch.Tensor:
-    """A 1-D tensor of zeros in a new file, in one of the folders, which are used in turn.
+    """A 1-D tensor of zeros in a new file. The folders are used in turn.
 
     Raises:
         OSError: the folder cannot be written to, or has no room.
@@ -89,7 +89,7 @@ def zeros(numel: int, dtype: torch.dtype, folders: Sequence[str]) -> torch.Tenso
 
 
 def _on(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that is no view of another: it is the base of those that are carved from it."""
+    """A tensor that is not a view, so that it is the base of tensors carved from it."""
     tensor: torch.Tensor = torch.empty(0, dtype=dtype).set_(memory)
     return tensor
 
@@ -119,10 +119,10 @@ class RestingShards:
         self._next: WeakKeyDictionary[RestingShards, ref[RestingShards]] = WeakKeyDictionary()
 
     def check(self) -> None:
-        """Before they are used.
+        """Call it before the files are used.
 
         Raises:
-            OSError: one could not be written since the last call, by whomever.
+            OSError: a file could not be written since the last call.
         """
         for file in self._files:
             failure, file.failure = file.failure, None
@@ -130,8 +130,8 @@ class RestingShards:
                 raise failure
 
     def used(self) -> None:
-        """They rest, and what was used after them the last time is read ahead: after forward units come in another
-        order than after backward, so what was used before them counts too."""
+        """Release them, and read ahead the files that followed them last time. What follows depends on the files used
+        before, because forward and backward use units in different orders."""
         recent = [each for known in _recent if (each := known()) is not None]
         if len(recent) == 2:
             recent[0]._next[recent[1]] = ref(self)
@@ -142,7 +142,7 @@ class RestingShards:
             _thread().submit(shards.read_ahead)
 
     def read_ahead(self) -> None:
-        """Begin to read them."""
+        """Start to read them."""
         for file in self._files:
             file.read_ahead()
 
@@ -152,7 +152,7 @@ class RestingShards:
             file.rest()
 
 
-_recent: "deque[ref[RestingShards]]" = deque(maxlen=2)  # what was used last, and before that
+_recent: "deque[ref[RestingShards]]" = deque(maxlen=2)  # the last two that were used
 
 
 @cache

@@ -1,1 +1,1 @@
-"""Which rank has which part of a DTensor, as plain numbers; for checkpoints and optimizers. Layer: below runtime."""
+"""The parts of a DTensor on each rank, as plain numbers, for checkpoints and optimizers. Layer: below runtime."""

@@ -37,11 +37,12 @@ def allocate(
     keep their identity (see `become`), so an optimizer may already hold them.
 
     Args:
-        device: of buffers and of parameters that no unit manages; None: of their mesh, of the units, or the CPU.
-        wanted: is called with each FQN; False leaves the tensor on the meta device.
+        device: the device of buffers, and of parameters that no unit manages. None: that of their mesh or of the units,
+            or the CPU.
+        wanted: called with each FQN; False leaves the tensor on the meta device.
 
     Returns:
-        the tensors that were given memory, by their first names.
+        The tensors that were given memory, by their first names.
     """
     chosen = {tensor for name, tensor in tensors_of(model, every_name=True) if tensor.is_meta and wanted(name)}
     memory = registered.models.memory_for(model, chosen)
@@ -82,9 +83,9 @@ def tensors_of(model: nn.Module, every_name: bool = False) -> Iterator[tuple[str
 
 
 def become(param: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
-    """Give `param` the memory of `new`, on any device, but keep the object, for an optimizer that holds it (as
-    `to_empty` does for sharded parameters). Returns what the modules must hold: `param`, or `new` if torch cannot swap
-    the two, because `param` has weak references or is part of a graph."""
+    """Give `param` the memory of `new`, on any device, but keep the object for optimizers that hold it (as `to_empty`
+    does for sharded parameters). Returns what the modules must hold: `param`, or `new` if torch cannot swap the two,
+    because `param` has weak references or is part of a graph."""
     grad_dtype = None if param.grad_dtype == param.dtype else (param.grad_dtype,)
     try:
         torch.utils.swap_tensors(param, new)
@@ -98,7 +99,7 @@ def become(param: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
 
 
 def writes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The number of writes: to the tensor, and to the local tensor of a DTensor (autograd counts these separately)."""
+    """The number of writes to the tensor, and to the local tensor of a DTensor (autograd counts these separately)."""
     return version(tensor), version(local_tensor(tensor)) if isinstance(tensor, DTensor) else 0
 
 

@@ -1,7 +1,7 @@
 """Boxes: rectangular parts of a tensor in its global coordinates, the only record of sharding in a checkpoint. Pure.
 
-A reader with any world size intersects the box that it needs with the boxes that files hold. The mesh, the placements
-and their order, from which a box resulted, do not matter.
+A reader with any world size intersects the box that it needs with the boxes in the files. The mesh, placements and
+their order, which determined the boxes, do not matter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ class Box(NamedTuple):
         return prod(self.shape)  # 1 for an empty shape
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The common part; None if there is none. (Two 0-dim boxes always share their one element.)"""
+        """The common part, or None. (Two 0-dim boxes always share their one element.)"""
         if self is other or self == other:  # by far the most frequent case
             return self if self.numel or not self.shape else None
         start = tuple(max(pair) for pair in zip(self.start, other.start, strict=True))
@@ -48,7 +48,7 @@ class Box(NamedTuple):
         return Box(tuple(own - base for own, base in zip(self.start, outer.start, strict=True)), self.shape)
 
     def split_until(self, fits: Callable[["Box"], bool]) -> Iterator["Box"]:
-        """The box in parts that fit, in row-major order. The outermost dim that can be halved is halved, repeatedly. A
+        """The box in parts that fit, in row-major order. Repeatedly halves the outermost dim that can be halved. A
         single element counts as fitting.
 
         >>> list(Box((0,), (3,)).split_until(lambda box: box.numel <= 2))
@@ -111,8 +111,7 @@ def flat_range(box: Box, shape: Sequence[int]) -> tuple[int, int] | None:
 
 
 def boxes_of_flat_range(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """The boxes that make up elements ``start..end`` of a tensor read row by row, in that order; at most
-    ``2 * len(shape) - 1``.
+    """The boxes that make up elements ``start..end`` of a tensor in row-major order; at most ``2 * len(shape) - 1``.
 
     >>> list(boxes_of_flat_range((3, 4), 2, 8))
     [Box(start=(0, 2), shape=(1, 2)), Box(start=(1, 0), shape=(1, 4))]
@@ -141,7 +140,7 @@ class Cover:
     """Checks that boxes cover a box exactly, without gaps or overlaps.
 
     Args:
-        box: what is to be covered. All boxes that are added must lie within it.
+        box: the box to cover. All added boxes must lie within it.
     """
 
     def __init__(self, box: Box):
@@ -179,7 +178,7 @@ class Cover:
         raise CorruptError(f"{what} {wanted}: its {len(parts)} parts overlap")
 
 
-# The most dims along which `_is_sum` can check cuts. Meshes have no more axes.
+# The most dims along which `_is_sum` can check splits. Meshes have no more axes.
 MAX_CUT_DIMS = 8
 
 
@@ -187,8 +186,8 @@ def _is_sum(box: Box, parts: list[Box]) -> bool:
     """Whether the parts cover the box exactly. The time is linear in their number, whatever their arrangement.
 
     The function that is 1 on a box and 0 elsewhere is determined by its corners: +1 at corners that are an upper end
-    along an even number of dims, -1 at the others (its difference along every dim). So parts cover a box exactly if,
-    and only if, the sum of their corners equals the corners of the box.
+    along an even number of dims, -1 at the others (its difference along every dim). So parts cover a box exactly if and
+    only if the sum of their corners equals the corners of the box.
     """
     dims = [
         dim

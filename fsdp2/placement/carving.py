@@ -3,7 +3,7 @@
     flat      [ a a a | b b | c c c c ]      one allocation
     carved    [ a a a ] [ b b ] [ c c c c ]
 
-Views of `flat` would share its storage: saving one writes all, and changing one counts as changing the others.
+Views of `flat` would share its storage: saving one would write all, and changing one would count as changing all.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ _carved = WeakIdKeyDictionary()
 
 
 def carve(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """1-D tensors of `sizes` elements (none zero), end to end on the memory of `flat`, which is 1-D, contiguous, of
-    ``sum(sizes)`` elements and on the CPU, and lives as long as one of them. Each has its own storage and version
-    counter. (A DTensor on such a tensor can be deep-copied; on a view behind the start of its storage it cannot.)"""
+    """1-D tensors of `sizes` elements (none zero), end to end on the memory of `flat`, which must be 1-D, contiguous,
+    on the CPU, and have ``sum(sizes)`` elements. It lives as long as any of them. Each has its own storage and version
+    counter. (A DTensor on such a tensor can be deep-copied; on a view with a storage offset it cannot.)"""
     pieces, start = [], 0
     base = base_of(flat)
     whole, first = _carved.get(flat if base is None else base, (flat if base is None else base, 0))
@@ -36,8 +36,8 @@ def carve(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 def place_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """The tensor that a carved one, or a view of it, lies in, and its first element there; None for other tensors, and
-    once the carved one has other memory (through `.data` or `share_memory_`)."""
+    """The tensor that contains a carved one, or a view of it, and its first element there. None for other tensors, and
+    if the carved one was given other memory (through `.data` or `share_memory_`)."""
     base = base_of(tensor)
     found: tuple[torch.Tensor, int] | None = _carved.get(tensor if base is None else base)
     if found is None or found[0].dtype is not tensor.dtype:
@@ -47,8 +47,8 @@ def place_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
 
 
 def from_on(first: torch.Tensor, nbytes: int) -> torch.Tensor | None:
-    """The memory from where `first` begins on, in what that is a view of or was carved from: 1-D. None if it is not
-    there. (`.data` and `share_memory_` give tensors other memory.)"""
+    """A 1-D tensor on `nbytes` of memory, from the start of `first`, in its base or in what it was carved from. None if
+    that does not have them. (`.data` and `share_memory_` give tensors other memory.)"""
     whole = base_of(first)
     if whole is None or whole.nbytes < nbytes:
         place = place_of(first)
@@ -57,13 +57,13 @@ def from_on(first: torch.Tensor, nbytes: int) -> torch.Tensor | None:
         return None
     start, numel = (first.data_ptr() - whole.data_ptr()) // whole.itemsize, nbytes // whole.itemsize
     if start == 0 and numel == whole.numel():
-        return whole  # as a rule
+        return whole  # the usual case
     return whole[start : start + numel] if 0 <= start <= whole.numel() - numel else None
 
 
 def end_to_end(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One 1-D tensor on the memory of these, which lie end to end in this order in what they are views of, or were
-    carved from; None if they do not. A single one as it is, but with a dim."""
+    """One 1-D tensor on the memory of these tensors, if they lie end to end in this order in their base or in what they
+    were carved from; otherwise None. A single tensor is returned as it is, but with a dim."""
     if len(tensors) == 1:
         return tensors[0] if tensors[0].ndim else tensors[0].view(1)
     starts = [tensor.data_ptr() for tensor in tensors]

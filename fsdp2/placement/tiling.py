@@ -1,8 +1,8 @@
-"""How a tensor is cut over the ranks of a mesh, as plain numbers that a file can hold. Pure except for `tiling_of`.
+"""How a tensor is split over the ranks of a mesh, as plain numbers that a file can hold. Pure except for `tiling_of`.
 
-A tiling is a sequence of cuts, outermost first: "the ranks along this mesh axis cut what they have along this dim", by
-the rule of `torch.chunk`. No table of ranks and chunks is needed to tell who holds what, so a manifest stays small, and
-a reader finds the owners of a part by division instead of searching.
+A tiling is a sequence of cuts, outermost first. Each says that the ranks along a mesh axis split their part along a
+dim, by the rule of `torch.chunk`. This replaces a table of ranks and chunks, so a manifest stays small, and a reader
+finds the owners of a part by division instead of searching.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,13 +22,13 @@ from fsdp2.errors import ArgumentError
 from fsdp2.layout import strides
 from fsdp2.placement.box import Box, whole
 
-# Smaller shards are written by the first of their replicas; larger ones are cut further, so that all replicas write.
+# Smaller shards are written by the first of their replicas. Larger ones are split further, so that all replicas write.
 SPREAD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of a mesh. Tensors share one, so that what depends on the number of ranks is computed only once.
+    """The ranks of a mesh. Tensors share it, so that results that depend on the number of ranks are computed only once.
 
     Attributes:
         shape: its size along each axis.
@@ -68,11 +68,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class Tiling:
-    """A tensor of `shape` cut over a grid.
+    """A tensor of `shape` split over a grid.
 
     Attributes:
-        cuts: (axis of the grid, dim of the tensor), the outermost cut first. Along axes without a cut, all ranks hold
-            the same, and those at position 0 count as its owners.
+        cuts: (axis of the grid, dim of the tensor), the outermost cut first. Along axes without a cut all ranks hold
+            the same, and the ranks at position 0 are the owners.
     """
 
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class Tiling:
     cuts: tuple[tuple[int, int], ...] = ()
 
     def box_at(self, coordinates: Sequence[int]) -> Box:
-        """The box of the rank at that position of the grid."""
+        """The box of the rank at a position of the grid."""
         at = tuple(coordinates)
         if at not in self._boxes:
             box = whole(self.shape)
@@ -110,7 +110,7 @@ class Tiling:
         return coordinates is not None and not any(coordinates[axis] for axis in self.free_axes)
 
     def written_by(self, rank: int) -> Box | None:
-        """What `rank` writes: its box, if it owns it and the box is not empty (unless the whole tensor is)."""
+        """The box that `rank` writes: its own, if it is the owner and the box is not empty (or the whole tensor is)."""
         if rank not in self._written:
             box = self.box_of(rank)
             is_any = box is not None and (box.numel or not prod(self.shape))
@@ -122,8 +122,8 @@ class Tiling:
         return {}
 
     def owners(self, wanted: Box) -> Sequence[tuple[int, Box]]:
-        """(rank, its box) of all owners whose boxes meet `wanted`. The work is proportional to their number. Cached for
-        all tensors of this kind."""
+        """(rank, its box) of all owners whose boxes intersect `wanted`, in time proportional to their number. Cached
+        for all tensors of this kind."""
         if wanted not in self._owned:
             self._owned[wanted] = [*self._owners(wanted, whole(self.shape), 0, [0] * len(self.grid.shape))]
         return self._owned[wanted]
@@ -192,7 +192,7 @@ def tiling_of(tensor: DTensor, name: str) -> Tiling:
 
 
 def own_box(tensor: DTensor) -> Box:
-    """What this rank holds of a DTensor; nothing if it is not in the mesh. No communication.
+    """This rank's box of a DTensor; an empty one if it is not in the mesh. No communication.
 
     Raises:
         ArgumentError: see `tiling_of`.
@@ -206,7 +206,7 @@ def tiling_from(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequen
     """The tiling that placements on a mesh describe.
 
     Raises:
-        ArgumentError: a placement that is neither a shard nor a replica, such as a partial sum.
+        ArgumentError: a placement is neither a shard nor a replica, such as a partial sum.
     """
     known = _tilings.setdefault(mesh, {})
     key = (tuple(placements), tuple(shape))
@@ -215,7 +215,7 @@ def tiling_from(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequen
     return known[key]
 
 
-# Cached: a model has many tensors of the same kind and is saved many times, and torch recomputes the ranks of a mesh at
+# Cached: a model has many tensors of the same kind and is saved many times, and torch recomputes the ranks of a mesh in
 # each access.
 _tilings: WeakKeyDictionary[DeviceMesh, dict[Any, Tiling]] = WeakKeyDictionary()
 _grids: WeakKeyDictionary[DeviceMesh, Grid] = WeakKeyDictionary()
@@ -268,7 +268,7 @@ def _release(
 
 def with_siblings(tiling: Tiling, root: Grid, ranks: frozenset[int]) -> Tiling:
     """The tiling of the tensor on all meshes that hold it. A mesh that is part of a larger one (the data-parallel axes
-    beside tensor-parallel ones) has siblings at the other positions of the axes that it lacks, with the same values.
+    of a mesh with tensor parallelism) has siblings at the other positions of the missing axes, with the same values.
 
     Args:
         root: the larger mesh.
@@ -293,9 +293,9 @@ def with_siblings(tiling: Tiling, root: Grid, ranks: frozenset[int]) -> Tiling:
 
 
 def spread_replicas(tiling: Tiling, itemsize: int) -> Tiling:
-    """Cut large shards along every axis of replicas too, so that each replica owns some of the rows. Every rank can
-    compute this without communication."""
-    # Without replicas nothing is looked up: a look hashes the numbers of all ranks, once for each tensor.
+    """Split large shards along all replicate axes too, so that each replica owns some of the rows. Every rank computes
+    this without communication."""
+    # Without replicas, don't use the cache: each lookup would hash the numbers of all ranks.
     return _spread(tiling, itemsize) if any(tiling.grid.shape[axis] > 1 for axis in tiling.free_axes) else tiling
 
 
