@@ -44,7 +44,7 @@ def chosen_features(**options: Any) -> dict[str, Any]:
     """These arguments of `fully_shard` as their features have converted them; False and None are left out."""
     chosen = {name: value for name, value in options.items() if value is not False and value is not None}
     for name in chosen.keys() - hooks.options.keys():
-        raise UnsupportedError(f"fully_shard: {name}=: the module of fsdp2 that understands it is not there")
+        raise UnsupportedError(f"fully_shard: {name}=: the module of fsdp2 that implements it was removed")
     return {name: hooks.options[name](value) for name, value in chosen.items()}
 
 

@@ -75,7 +75,7 @@ class _Replicated:
         lines = []
         for index in list(differing)[:5]:
             others = [ranks[other] for other in differing[index]]
-            lines.append(f"'{params[index].fqn}' of rank {ranks[0]} is another on {_ranks(others)}")
+            lines.append(f"'{params[index].fqn}' of rank {ranks[0]} differs on {_ranks(others)}")
         return [*lines, "..."] if len(differing) > 5 else lines
 
 
@@ -146,8 +146,8 @@ def warn_of_different_models(groups: Sequence[Bucket]) -> None:
             differing = [fqn for fqn, value in values.items() if theirs.get(fqn, value) != value]
             if differing:
                 warnings.warn(
-                    f"the first forward: rank {mine[0]} has sharded another model than rank {other}, other values of "
-                    f"'{differing[0]}', and each keeps rows of its own. Build the model from the same seed on every "
+                    f"the first forward: rank {mine[0]} has sharded another model than rank {other} (other values of "
+                    f"'{differing[0]}'), and each keeps its own rows. Build the model from the same seed on every "
                     "rank (torch.manual_seed(0) before it), or load a checkpoint.",
                     stacklevel=2,
                 )

@@ -43,7 +43,7 @@ class GradientReductionHandle:
             OrderError: `reset_iter_state` was called since.
         """
         if self._is_void:
-            raise OrderError("this handle's reductions were thrown away by reset_iter_state()")
+            raise OrderError("this handle's reductions were discarded by reset_iter_state()")
         step = None if self._step is None else self._step()
         if step is not None and _waiting.get(step.reductions) is self:
             del _waiting[step.reductions]

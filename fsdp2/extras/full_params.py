@@ -146,7 +146,7 @@ def _check_order(units: Sequence[Unit]) -> None:
     for unit in units:
         if unit in _open:
             raise OrderError(
-                f"full_params: the parameters of unit '{unit.fqn or '(root)'}' are whole already, by an outer one"
+                f"full_params: the parameters of unit '{unit.fqn or '(root)'}' are whole already, in an outer call"
             )
         in_forward = unit.step is not None and unit.step.order is not None
         if in_forward or backward_is_running() or unit.state.stage is not Stage.IDLE:

@@ -72,7 +72,7 @@ class SmallerShards(Around):
                 param.resharded = None
             if changed:
                 raise OrderError(
-                    f"'{changed[0]}' was changed between forward and backward, resharded to a smaller mesh: "
+                    f"'{changed[0]}' was changed between forward and backward, while resharded to a smaller mesh, so "
                     "no shard has the change. Change parameters between backward and the next forward, or after "
                     "reshard() of the module that holds it."
                 )

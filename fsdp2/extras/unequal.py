@@ -154,7 +154,7 @@ class Join:
                 store.wait([key], _PATIENCE)
             except RuntimeError as error:
                 raise CollectiveError(
-                    f"join: no rank says what follows {self._calls[-1:]} in a forward: {error}"
+                    f"join: no rank has published what follows {self._calls[-1:]} in its forward: {error}"
                 ) from error
             kind, *indices = store.get(key).decode().split()
             self._calls.append(_Call(kind, *map(int, indices)))

@@ -106,7 +106,7 @@ class WeightSets:
 
     def _known(self, name: str) -> str:
         if name not in self._sets:
-            raise ArgumentError(f"weight_sets: there is no set '{name}', but {self.names}; save it first")
+            raise ArgumentError(f"weight_sets: there is no set '{name}', only {self.names}; save it first")
         return name
 
     def _check_unused(self, name: str) -> None:

@@ -155,7 +155,7 @@ class OffloadedOptimizer(LocalOptimizer):
         if take_from_scaler(self):
             # `torch.amp.GradScaler._unscale_grads_` copies the scale to the gradients' device with non_blocking=True.
             raise UnsupportedError(
-                f"GradScaler cannot step this {type(self).__name__}: gradients rest in host memory, and torch's scaler "
+                f"GradScaler cannot step this {type(self).__name__}: gradients are in host memory, and torch's scaler "
                 "reads a copy of its scale there before the copy is done, so gradients are wrong by now. Use bf16, "
                 "which needs no scaler, or Offload(), which leaves gradients on the device."
             )

@@ -104,7 +104,7 @@ def _check_ran(group_name: str, before: int, is_stage: bool, module: nn.Module, 
         message = f"apply_context_parallel: in the first forward of {type(module).__name__} {_NO_ATTENTION}"
         if not is_stage:
             raise MisuseError(message)
-        warn(f"{message}. A stage that has none is right.", stacklevel=2)
+        warn(f"{message}. This is fine for a stage without attention.", stacklevel=2)
 
 
 # --- the replacement --------------------------------------------------------------------------------------------------

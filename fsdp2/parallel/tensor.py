@@ -59,7 +59,7 @@ def check_tensor_plan(
     plan = getattr(model, "tp_plan", None) if is_own else plan
     if not plan:
         raise ArgumentError(
-            f"parallelize: tensor = {degree} needs a plan, and {type(model).__name__} brings none along; pass "
+            f"parallelize: tensor = {degree} needs a plan, and {type(model).__name__} has none; pass "
             'tp_plan={"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel(), ...}'
         )
     if is_own:

@@ -163,8 +163,8 @@ class Rounds:
         while last.members and last.members[0].kind != me.kind and not all(map(self._is_dead, last.names)):
             if self.current() != last or time.monotonic() - start > 2 * self._patience_s:
                 return (
-                    f"replicas: those that meet here have {last.members[0].kind}, this one has {me.kind}. All have the "
-                    "same model on equally many ranks; start another store for another model"
+                    f"replicas: the others at this store have {last.members[0].kind}, this one has {me.kind}. All need "
+                    "the same model on equally many ranks; start another store for another model"
                 )
             self.stopped.wait(0.02)
         return ""

@@ -113,9 +113,9 @@ class Changes:
         for param in self.found():
             raise OrderError(
                 f"'{param.fqn}' was changed in place within the forward or backward of its unit, as "
-                "Embedding(max_norm=...) does. Each rank sees other data, so ranks may differ in the change, and no "
-                "shard has it. Change parameters between forward and backward, the same on all ranks. After this "
-                "error call model.reset_iter_state(), which drops the change."
+                "Embedding(max_norm=...) does. Ranks see different data, so their changes may differ, and no shard has "
+                "them. Change parameters between forward and backward, in the same way on all ranks. After this error "
+                "call model.reset_iter_state(), which drops the change."
             )
 
     def adopt(self, changed: Sequence[ManagedParameter], is_stale: bool) -> None:
@@ -146,8 +146,8 @@ class Changes:
         for param in self.converted():
             if param.sharded.requires_grad:
                 raise OrderError(
-                    f"'{param.fqn}' was moved or converted while it was unsharded, by a call of a module that is no "
-                    "unit, which does not reach its shards. Call reshard() on the model before such a call."
+                    f"'{param.fqn}' was moved or converted while it was unsharded, by a call on a module that is not "
+                    "a unit, which does not reach its shards. Call reshard() on the model before such a call."
                 )
 
     def check_use(self, fqn: str) -> None:

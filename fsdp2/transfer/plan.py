@@ -167,7 +167,7 @@ class Weights:
             if entry is None or entry.tiling != piece.tiling:
                 cuts = "" if entry is None else f"{entry.tiling.cuts} of {entry.tiling.shape}"
                 raise OrderError(
-                    f"weights: '{piece.key}' {'is cut otherwise: ' + cuts if entry else 'is gone'}. The model was "
+                    f"weights: '{piece.key}' {'is sharded otherwise: ' + cuts if entry else 'is gone'}. The model was "
                     "changed since the plan; make another one."
                 )
         deltas = None

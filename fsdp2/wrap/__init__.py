@@ -124,8 +124,8 @@ def auto_shard(model: nn.Module, policy: Policy, *, dry_run: bool = False, **opt
     """
     if not isinstance(policy, Policy):
         raise ArgumentError(
-            f"auto_shard: expected a policy, such as transformer_blocks() or by_class(Block), got {policy!r}; a "
-            "function of one's own goes into by_predicate(function)"
+            f"auto_shard: expected a policy, such as transformer_blocks() or by_class(Block), got {policy!r}; wrap "
+            "a function of your own with by_predicate(function)"
         )
     if not has_forward(model):
         raise ArgumentError(

@@ -262,7 +262,7 @@ def test_a_manifest_that_could_not_be_read_is_not_written(
         else:
             patch.setattr(committing, "MAX_MANIFEST_BYTES", 10)
         with pytest.raises(
-            CheckpointError, match=rf"nothing is saved, since its manifest could not be read.*{kind}|10"
+            CheckpointError, match=rf"nothing was saved, because its manifest could not be parsed.*{kind}|10"
         ):
             save(tmp_path, 1.0, step=1)
         dist.barrier()

@@ -71,7 +71,7 @@ def test_what_lies_beside_a_checkpoint_is_not_deleted(rank: int, world_size: int
         lambda: fc.save(tmp_path / "a", extra={}, overwrite=True),
         lambda: fc.convert(tmp_path / "a", tmp_path / "a", overwrite=True),
     ):
-        with pytest.raises(CheckpointError, match=rf"holds {beside} beside the checkpoint.*Move that"):
+        with pytest.raises(CheckpointError, match=rf"other files than those of the checkpoint, {beside}, .*Move them"):
             write()
         dist.barrier()
     assert sorted(path.name for path in (tmp_path / "a").iterdir())[:1] == ["checkpoint.json"]

@@ -375,7 +375,7 @@ class NoPlan(nn.Module):
 
 
 PLANS: dict[str, tuple[Any, type[Exception], str]] = {
-    "none": (None, ArgumentError, "parallelize: tensor = 2 needs a plan, and NoPlan brings none along; pass tp_plan="),
+    "none": (None, ArgumentError, "parallelize: tensor = 2 needs a plan, and NoPlan has none; pass tp_plan="),
     "empty": ({}, ArgumentError, "parallelize: tensor = 2 needs a plan"),
     "no such name": (
         {"layers.*.2": "colwise"},

@@ -149,7 +149,8 @@ def test_a_replica_with_another_model_is_refused(tmp_path: Path, address: str) -
         jobs.start()
         jobs.wait(
             lambda: (
-                "MismatchError: replicas: those that meet here have 4 parameters" in (tmp_path / "1.0.err").read_text()
+                "MismatchError: replicas: the others at this store have 4 parameters"
+                in (tmp_path / "1.0.err").read_text()
             )
         )
         jobs.together(first)

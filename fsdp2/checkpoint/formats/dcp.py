@@ -123,7 +123,7 @@ def _model_prefix(paths: Sequence[Path], folder: str) -> Path:
         names = ", ".join(repr(".".join(map(str, each))) for each in outermost)
         raise MismatchError(
             f"{folder}: the checkpoint has several models, at {names}, and load cannot know which one is meant: no "
-            "argument of load() (sources= neither) says that. Load the one with torch.distributed.checkpoint.load into "
-            "a dict of these keys and the model's state_dict(), and save it again by itself."
+            "argument of load(), not even sources=, selects one. Load it with torch.distributed.checkpoint.load into a "
+            "dict of these keys and the model's state_dict(), and save it again separately."
         )
     return outermost[0] if outermost else ()

@@ -81,7 +81,7 @@ class Window(io.BufferedReader):
     def read(self, count: int | None = -1, /) -> bytes:
         """The next bytes; fewer at the end."""
         if count is not None and count > self.limit:
-            raise ValueError(f"claims {count} bytes beside its tensors, more than is possible")
+            raise ValueError(f"claims {count} bytes in addition to its tensors, more than is possible")
         return super().read(count)
 
 

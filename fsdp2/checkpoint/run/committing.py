@@ -127,8 +127,8 @@ def _encoded(body: Mapping[str, Any], file: str) -> bytes:
         Manifest.parse(content, file)
     except (CorruptError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"nothing is saved, since its manifest could not be read again: {error}. Change what this names, among the "
-            "values that are no tensors, the names, or the step, and save again."
+            f"nothing was saved, because its manifest could not be parsed: {error}. Change the name, the step or the "
+            "non-tensor value that this error names, and save again."
         ) from error
     return content
 

@@ -251,8 +251,8 @@ def _check_contents(storage: Storage, path: str) -> None:
     if beside:
         some = ", ".join(beside[:3]) + (", ..." if len(beside) > 3 else "")
         raise CheckpointError(
-            f"{path}: holds {some} beside the checkpoint, which overwrite=True would delete too. Move that, or save to "
-            "another folder."
+            f"{path}: has other files than those of the checkpoint, {some}, which overwrite=True would delete too. "
+            "Move them, or save to another folder."
         )
 
 

@@ -170,8 +170,8 @@ def _check_states(states: Mapping[Any, Any], names: Mapping[torch.Tensor, str]) 
     if rest:
         shown = ", ".join(f"{tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key) for key in rest[:5])
         raise ArgumentError(
-            f"optimizer: it has state for {shown}, which is no parameter of its groups, so it has no name to be stored "
-            "under. Keep it in the options of a group, or save it as extra=."
+            f"optimizer: it has state for {shown}, which is not a parameter of its groups, so there is no name to "
+            "store it under. Keep it in the options of a group, or save it as extra=."
         )
 
 
@@ -214,7 +214,7 @@ def state_entry(
     if not tensor.ndim or len(like.tiling.grid.ranks) == 1:
         return entry_of(name, tensor, world, like.tiling.grid.sorted_ranks), "plain"
     raise ArgumentError(
-        f"optimizer state '{name}': a plain tensor of shape {tuple(tensor.shape)} beside a sharded parameter of shape "
+        f"optimizer state '{name}': a plain tensor of shape {tuple(tensor.shape)} for a sharded parameter of shape "
         f"{tuple(param.shape)}: its place in the whole tensor cannot be determined. Keep it as a DTensor, or as a "
         f"Python number."
     )
