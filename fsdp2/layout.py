@@ -137,7 +137,7 @@ class ShardLayout:
 
 
 class Lane(Enum):
-    """How a parameter travels in a collective."""
+    """How a parameter is passed to a collective."""
 
     DIRECT = "direct"  # its own contiguous tensors are the operands; no copies
     PACKED = "packed"  # shares one buffer with others, with copy-in and copy-out

@@ -31,7 +31,7 @@ class MixedPrecisionPolicy:
         all_gather_dtype: ``torch.int8`` sends unsharded parameters as block-quantised integers with one scale for each
             256 elements: half the bytes of bf16, for an error of at most 1/254 of a block's largest element (ZeRO++'s
             qwZ, https://arxiv.org/abs/2306.10209). Sharded parameters stay exact. None: the compute dtype.
-        reduce_scatter_dtype: gradients travel in bfloat16 or float16, but are summed in `reduce_dtype`, by an
+        reduce_scatter_dtype: gradients are sent in bfloat16 or float16, but summed in `reduce_dtype`, by an
             all-to-all and a local sum: half the bytes of an fp32 reduction, without the rounding of a 16-bit sum.
             None: `reduce_dtype`.
 

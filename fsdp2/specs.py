@@ -33,9 +33,9 @@ class ParamSpecs:
     """The DTensor side of one parameter.
 
     Attributes:
-        mesh, placements: of the sharded parameter and its gradient.
-        shape, stride: global.
-        inner_mesh, inner_placements: of the unsharded parameter; None for a plain tensor.
+        mesh, placements: those of the sharded parameter and its gradient.
+        shape, stride: the global ones.
+        inner_mesh, inner_placements: those of the unsharded parameter; None for a plain tensor.
     """
 
     mesh: DeviceMesh

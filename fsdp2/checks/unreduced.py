@@ -53,7 +53,7 @@ class Unreduced:
             _waiting.add(self)
 
     def reached_in_part(self, unit: Unit) -> None:
-        """Backward reaches `unit`, and computes only some gradients if the unit can see that."""
+        """Backward reaches `unit`. If the unit sees the end of its backward, only some gradients are computed."""
         self._is_partial = self._is_partial or unit.state.sees_end
 
     def after_backward(self) -> None:

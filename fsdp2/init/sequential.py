@@ -1,7 +1,7 @@
 """The random values that one process would generate, restricted to what this rank owns. Layer: init.
 
 One process draws a tensor's values from its generator one after the other, in memory order. Here every rank draws all
-of them, in spans of bounded size, and keeps its own; so its generator ends in the state of the single process's. This
+of them, in spans of bounded size, and keeps its own, so its generator ends in the same state as on one process. This
 requires that several draws with n values in total give the same values as one draw. On the CPU this holds for every
 operation if the pieces follow three rules (measured, and tested again before each use):
 
@@ -39,7 +39,7 @@ class Target:
     Attributes:
         local: this rank's elements.
         box: their place in the whole tensor.
-        shape, stride: of the whole tensor on one process.
+        shape, stride: those of the whole tensor on one process.
         operand: this rank's elements of a tensor argument (the probabilities of `bernoulli_`), in the shape of `local`.
     """
 

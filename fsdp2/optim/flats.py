@@ -119,8 +119,8 @@ class Flat:
         self.state = {key: self._value([outer[key] for outer in outers]) for key in (outers or [{}])[0]}
 
     def _value(self, values: Sequence[Any]) -> Any:
-        """One value for those of the parameters. They are copied if they do not lie end to end, or are whole tensors,
-        as after loading."""
+        """One value for those of the parameters. Values that do not lie end to end, as after loading, are copied; of
+        whole tensors (the state of one process) this rank's part is used."""
         first, shape = values[0], self.params[0].shape
         is_whole = isinstance(first, torch.Tensor) and first.ndim > 0 and first.shape == shape
         if not is_whole and not isinstance(first, DTensor):

@@ -1,8 +1,8 @@
 """Process groups whose other ranks do not exist: a step of one rank of thousands, in one process. Layer: plan.
 
-Collectives touch no memory. They report what would be sent to a `Wire`, whose time their handles use. The store returns
-this rank's own values for other ranks (`fsdp2.parallel` compares configs), because a plan assumes that all ranks do the
-same.
+Collectives touch no memory. They report what would be sent to a `Wire`, which decides when their handles finish. The
+store returns this rank's own values for other ranks (`fsdp2.parallel` compares configs), because a plan assumes that
+all ranks do the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -38,7 +38,7 @@ from fsdp2.runtime.sink import Params, is_there
 from fsdp2.runtime.streams import Streams
 
 MAX_PLANS = 64
-_NONE = torch.empty(0)  # in place of unsharded parameters that do not exist; has no gradient
+_NONE = torch.empty(0)  # stands in for unsharded parameters that do not exist; has no gradient
 needs_grad: Callable[[torch.Tensor | None], bool] = attrgetter("requires_grad")
 
 
