@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from examples.model import LM, LMConfig
+from examples.train_lm.model import LM, LMConfig
 from fsdp2 import fully_shard
 from fsdp2.init import materialize
 from tests.helpers.parity_models import local, shard_like
