@@ -170,6 +170,11 @@ class Join:
                 "join: step_in_backward steps with gradients before all weights are known. Pass their sum over the "
                 "ranks: join(model, total=...)"
             )
+        if self._total is None and any(unit.settings.all_reduce_hook is not None for unit in self._units):
+            raise UnsupportedError(
+                "join: a unit has an all-reduce hook (as with fsdp2.Replicas), which would get gradients that are not "
+                "divided yet. Pass the sum of the weights over the ranks: join(model, total=...)"
+            )
         waiting = [param.fqn for unit in self._units for param in unit.params if param.sharded.grad is not None]
         if waiting and not self._has_trained and self._total is None:
             raise OrderError(
@@ -285,7 +290,7 @@ def join(module: nn.Module, *, total: float | None = None) -> Iterator[Join]:
     Args:
         module: the root of sharded modules.
         total: the sum of all ranks' weights, if known in advance. Then gradients are divided when they are reduced, as
-            `step_in_backward` needs it.
+            `step_in_backward`, all-reduce hooks and `Replicas` need it.
 
     Raises:
         ArgumentError: `module` is not sharded.

@@ -104,7 +104,7 @@ class Replicas:
 
         Args:
             weight: the weight of this replica's gradients, such as its number of tokens; equal on all its ranks. The
-                sum of gradients is divided by the sum of all weights.
+                sum of gradients is divided by the sum of all weights. With `join`, its `total`.
         """
         if self._is_open:
             self._manager.report_error(OrderError("Replicas: begin() before commit() of the last step"))

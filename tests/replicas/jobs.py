@@ -205,7 +205,7 @@ def whole(ends: list[Any]) -> dict[str, torch.Tensor]:
 
 def replay(jobs: Jobs, number: int) -> list[dict[str, torch.Tensor]]:
     """The parameters after each step that this replica has, by its own and the others' words, in one process."""
-    is_rich = jobs.config.variant == "rich"
+    is_rich = jobs.config.variant in ("rich", "join")
     model: nn.Module = net(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     by_step: dict[int, Any] = {}
@@ -268,7 +268,7 @@ def _train(folder: Path, config: Config, number: int, rank: int, port: int) -> N
     log = os.open(folder / f"{number}.{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    model, is_rich = net(number if number > 1 else 0), config.variant == "rich"
+    model, is_rich = net(number if number > 1 else 0), config.variant in ("rich", "join")
     if config.variant == "wide":
         model[0], model[2] = nn.Linear(5, 16), nn.Linear(16, 3)
     options: dict[str, Any] = {}
@@ -289,7 +289,11 @@ def _train(folder: Path, config: Config, number: int, rank: int, port: int) -> N
         count += 1
         replicas.begin(weight=1 + number % 2 if is_rich else 1)
         batch = batch_of(number, count, rank).to(params[0].dtype)
-        for part in batch.split(2 if is_rich else 4):
+        if config.variant == "join":
+            with fsdp2.join(model, total=4.0 * RANKS) as work:
+                for part in work.each(batch.split(2 if rank else 4)):
+                    work.backward(model(part).square().mean(), len(part))
+        for part in batch.split(2 if is_rich else 4) if config.variant != "join" else ():
             (model(part).square().mean() * len(part) / 4).backward()
         who = torch.zeros(MOST, dtype=torch.float64)
         who[number], who[-1] = count, float((folder / "stop").exists())

@@ -126,9 +126,10 @@ def test_what_cannot_work_is_an_error(rank: int, world_size: int, address: str) 
         ReplicaManager("127.0.0.1:1", timeout=1.0)
 
 
-@pytest.mark.parametrize("variant", ["rich", "hsdp", "bf16"])
+@pytest.mark.parametrize("variant", ["rich", "join", "hsdp", "bf16"])
 def test_features(tmp_path: Path, address: str, variant: str) -> None:
-    """rich: microbatches, weights, clipping, torch's own AdamW; bf16: parameters, and gradients on the wire."""
+    """rich: microbatches, weights, clipping, torch's own AdamW; join: so too, but more microbatches on one rank; bf16:
+    parameters, and gradients on the wire."""
     with Jobs(tmp_path, Config(address, variant=variant)) as jobs:
         pair = [jobs.start(), jobs.start()]
         jobs.together(*pair)

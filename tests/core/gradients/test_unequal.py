@@ -331,6 +331,17 @@ def test_step_in_backward(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+def test_a_hook_must_get_divided_gradients(rank: int, world_size: int) -> None:
+    """`Replicas` averages in such a hook. They would have got other gradients each, if their weights differed."""
+    model = sharded(plain_units())
+    model.set_all_reduce_hook(lambda flat: None)
+    with pytest.raises(
+        fsdp2.UnsupportedError, match=r"join: a unit has an all-reduce hook .* join\(model, total=...\)"
+    ):
+        run(model, rank, (2, 1))
+
+
+@on_ranks(2)
 def test_clipping_and_steps(rank: int, world_size: int) -> None:
     model, plain = sharded(plain_units()), plain_units()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, plain)]
