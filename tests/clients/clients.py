@@ -33,7 +33,7 @@ import pytest
 from torch import Tensor, nn
 from torch import distributed as dist
 
-__all__ = ["Both", "Run", "close_servers", "library_of", "run_both", "run_script"]
+__all__ = ["Both", "Run", "close_servers", "library_of", "run_both", "run_in_folders", "run_script"]
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = float(os.environ.get("CLIENTS_TIMEOUT_S", "150"))  # seconds a script; less than pytest's limit
@@ -73,8 +73,8 @@ class Both:
     def assert_equal(self, *, rtol: float = 0.0, atol: float = 0.0, trains: bool = True) -> None:
         """Losses and values are the same on every rank (bitwise unless told), and each library did its own run.
 
-        A run that trains nothing may have the same losses with both: every tensor that an optimizer was given must
-        have changed. `trains=False` is for scripts without an optimizer.
+        Every tensor that an optimizer was given has changed, and `values["norms"]`, of gradients, are not 0.
+        `trains=False` is for scripts without an optimizer.
         """
         for rank, (theirs, ours) in enumerate(zip(self.torch, self.ours, strict=True)):
             assert theirs.library["fsdp2"] == 0 and theirs.library["torch"] > 0, f"rank {rank}: {theirs.library}"
@@ -84,6 +84,7 @@ class Both:
             for run in (theirs, ours):
                 assert (run.stepped > 0) == trains, f"rank {rank}: optimizers were given {run.stepped} tensors"
                 assert run.still == 0, f"rank {rank}: {run.still} of {run.stepped} tensors were not trained"
+                assert all(norm > 0.0 for norm in run.values.get("norms", ())), f"rank {rank}: {run.values['norms']}"
             _assert_close(f"rank {rank}: losses", ours.losses, theirs.losses, rtol, atol)
             assert ours.values.keys() == theirs.values.keys()
             for name, value in ours.values.items():
@@ -109,6 +110,17 @@ def run_both(script: Callable[..., Run], world_size: int, /, **params: Any) -> B
     """Run `script(**params)` on `world_size` ranks with torch's FSDP2, then with ours. Fails if a rank does."""
     __tracebackhide__ = True
     return Both(*(run_script(script, world_size, library, **params) for library in ("torch", "fsdp2")))
+
+
+def run_in_folders(script: Callable[..., Run], world_size: int, folder: Path, /, **params: Any) -> Both:
+    """As `run_both`, with `folder / "torch"` and `folder / "fsdp2"` for the script's parameter `folder`."""
+    __tracebackhide__ = True
+    return Both(
+        *(
+            run_script(script, world_size, library, folder=str(folder / library), **params)
+            for library in ("torch", "fsdp2")
+        )
+    )
 
 
 def run_script(script: Callable[..., Any], world_size: int, library: str, /, **params: Any) -> list[Any]:

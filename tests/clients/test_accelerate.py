@@ -1,8 +1,4 @@
-"""Hugging Face Accelerate: its FSDP2 plugin and its `ParallelismConfig`, unmodified, on torch's FSDP2 and on ours.
-
-Accelerate looks at FSDP plugins on accelerators only; on a CPU-only machine it silently trains without. `set_up` tells
-it that its devices are accelerators, by the one field of its state that says so; no code of Accelerate is changed.
-"""
+"""Hugging Face Accelerate: its FSDP2 plugin and its `ParallelismConfig`, unmodified, on torch's FSDP2 and on ours."""
 
 from __future__ import annotations
 
@@ -18,8 +14,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType, ParallelismConfig, merge_fsdp_weights, set_seed
+from accelerate.utils import ParallelismConfig, merge_fsdp_weights, set_seed
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,11 +22,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.clients.clients import ROOT, TIMEOUT_S, Run, library_of, run_both, run_script
+from tests.clients.training import LAYERS, LENGTH, VOCAB, llama, take_cpus_for_accelerators, whole_state
 
-VOCAB, DIM, LAYERS, LENGTH = 64, 32, 3, 8
+DIM = 32
 LAYERWISE = {"auto_wrap_policy": "transformer_based_wrap"}
 Build = Callable[[], nn.Module]
 
@@ -51,21 +46,12 @@ class Classifier(nn.Module):
         return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 
-def llama(**changes: Any) -> nn.Module:
-    sizes = {"vocab_size": VOCAB, "hidden_size": DIM, "intermediate_size": 48, "num_hidden_layers": LAYERS}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    return LlamaForCausalLM(LlamaConfig(**(sizes | heads | changes)))
-
-
 def tied_llama() -> nn.Module:
     return llama(tie_word_embeddings=True)
 
 
-def set_up() -> None:
-    """On a CPU, make Accelerate take the CPU for an accelerator, so that it uses its plugin."""
-    if not torch.cuda.is_available():
-        PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+def other_llama() -> nn.Module:
+    return llama(initializer_range=1.0)
 
 
 def loader() -> DataLoader:
@@ -77,11 +63,6 @@ def units(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    values = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.state_dict().items()}
-    return {name: value.detach().clone() for name, value in values.items()}
-
-
 def batches(data: Any, num: int) -> Iterator[Tensor]:
     for (ids,), _ in zip(data, range(num), strict=False):
         yield ids
@@ -90,8 +71,7 @@ def batches(data: Any, num: int) -> Iterator[Tensor]:
 def prepared(
     build: Build, *, accumulate: int = 1, precision: str = "no", parallel: dict[str, int] | None = None, **plugin: Any
 ) -> tuple[Accelerator, nn.Module, Any, Any]:
-    """What every script with Accelerate begins with."""
-    set_up()
+    take_cpus_for_accelerators()
     set_seed(3)
     accelerator = Accelerator(
         gradient_accumulation_steps=accumulate,
@@ -125,7 +105,7 @@ def train(build: Build = llama, num: int = 4, **options: Any) -> Run:
     accelerator, model, optim, data = prepared(build, **options)
     losses, norms = steps(accelerator, model, optim, batches(data, num))
     notes = {"units": units(model)}
-    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole(model)}, notes=notes)
+    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole_state(model)}, notes=notes)
 
 
 @pytest.mark.parametrize("ram_efficient", [False, True])
@@ -149,8 +129,6 @@ def test_activation_checkpointing() -> None:
     both = run_both(train, 2, activation_checkpointing=True, **LAYERWISE)
     both.assert_equal()
     assert "model.layers.0" in both.ours[0].notes["units"]
-    plain = run_script(train, 2, "fsdp2", **LAYERWISE)
-    assert both.ours[0].losses == plain[0].losses
 
 
 def test_gradient_accumulation() -> None:
@@ -193,7 +171,7 @@ PLAN |= {"mlp.gate_proj": ColwiseParallel, "mlp.up_proj": ColwiseParallel, "mlp.
 
 
 def train_tensor_parallel(replicate: int = 1) -> Run:
-    set_up()
+    take_cpus_for_accelerators()
     set_seed(3)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **LAYERWISE)
     parallel = ParallelismConfig(dp_replicate_size=replicate, dp_shard_size=2, tp_size=2)
@@ -206,44 +184,21 @@ def train_tensor_parallel(replicate: int = 1) -> Run:
     transformers.integrations.tensor_parallel.ReplicateParallel = ReplicateParallel
     model, optim, data = accelerator.prepare(model, optim, loader())
     losses, norms = steps(accelerator, model, optim, batches(data, 4))
-    weight = model.model.layers[0].mlp.up_proj.weight
-    notes = {"mesh": weight.device_mesh.shape}
-    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole(model)}, notes=notes)
+    notes = {"mesh": model.model.layers[0].mlp.up_proj.weight.device_mesh.shape}
+    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole_state(model)}, notes=notes)
 
 
-def test_parallelism_config_with_tensor_parallelism() -> None:
-    run_both(train_tensor_parallel, 4).assert_equal()
-
-
-def test_parallelism_config_with_all_three() -> None:
-    """2 x 2 x 2: replicas of shards of tensor-parallel parts."""
-    both = run_both(train_tensor_parallel, 8, replicate=2)
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_parallelism_config_with_tensor_parallelism(replicate: int) -> None:
+    """With replicas there are 2 x 2 x 2 ranks: replicas of shards of tensor-parallel parts."""
+    both = run_both(train_tensor_parallel, 4 * replicate, replicate=replicate)
     both.assert_equal()
-    assert both.ours[0].notes == both.torch[0].notes == {"mesh": (2, 2, 2)}
+    assert both.ours[0].notes == both.torch[0].notes == {"mesh": (2,) * (1 + replicate)}
 
 
-def prepare_tensor_parallel() -> Run:
-    """Without that class."""
-    set_up()
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **LAYERWISE)
-    parallel = ParallelismConfig(dp_shard_size=2, tp_size=2)
-    accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=parallel)
-    model = llama()
-    parallelize_module(model, accelerator.torch_device_mesh["tp"], {"lm_head": ColwiseParallel()})
-    optim = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ImportError, match="ReplicateParallel"):
-        accelerator.prepare(model, optim)
-    return Run([], library_of(model))
-
-
-def test_tensor_parallelism_needs_a_class_that_transformers_removed() -> None:
-    """When this fails, `ReplicateParallel` above can go."""
-    run_script(prepare_tensor_parallel, 4, "torch")
-
-
-def train_context_parallel(inside: bool, num: int = 40) -> Run:
+def train_context_parallel() -> Run:
     """Parameters are sharded over the ranks of both axes, data over the first only."""
-    set_up()
+    take_cpus_for_accelerators()
     set_seed(3)
     accelerator = Accelerator(
         gradient_accumulation_steps=2,
@@ -251,36 +206,18 @@ def train_context_parallel(inside: bool, num: int = 40) -> Run:
         parallelism_config=ParallelismConfig(dp_shard_size=2, cp_size=2),
     )
     model = llama()
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    model, optim, data = accelerator.prepare(model, optim, loader())
-    if inside:
-        ids = next(batches(data, 1))
-        with (
-            accelerator.maybe_context_parallel(buffers=[ids], buffer_seq_dims=[1]),
-            pytest.raises(NotImplementedError, match="flash_attention_for_cpu"),
-        ):
-            model(input_ids=ids, labels=ids)
-        return Run([], library_of(model))
-    losses, norms = steps(accelerator, model, optim, batches(data, num))
-    notes = {"start": start, "meshes": {param.device_mesh.size() for param in model.parameters()}}
-    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole(model)}, notes=notes)
+    model, optim, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader())
+    losses, norms = steps(accelerator, model, optim, batches(data, 40))
+    notes = {"meshes": {param.device_mesh.size() for param in model.parameters()}}
+    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole_state(model)}, notes=notes)
 
 
 def test_parallelism_config_with_context_parallelism() -> None:
-    both = run_both(train_context_parallel, 4, inside=False)
-    for run in both.ours + both.torch:
-        assert run.notes["meshes"] == {4} and len(run.values["norms"]) == 20
-        assert not any(torch.equal(run.notes["start"][key], value) for key, value in run.values["parameters"].items())
+    both = run_both(train_context_parallel, 4)
+    assert all(run.notes["meshes"] == {4} and len(run.values["norms"]) == 20 for run in both.ours + both.torch)
     # Ranks that differ in the second axis have the same data.
     assert both.ours[0].losses == both.ours[1].losses != both.ours[2].losses == both.ours[3].losses
     both.assert_equal(rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about CPUs")
-def test_ring_attention_of_torch_needs_a_gpu() -> None:
-    """When this fails, sequences can be split in the test above, too."""
-    run_script(train_context_parallel, 4, "torch", inside=True)
 
 
 # --- accelerate launch ------------------------------------------------------------------------------------------------
@@ -321,15 +258,15 @@ def save_and_go_on(folder: str, kind: str) -> Run:
     steps(accelerator, model, optim, batches(data, 2))
     accelerator.save_state(folder)
     losses, norms = steps(accelerator, model, optim, batches(data, 3))
-    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole(model)})
+    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole_state(model)})
 
 
 def resume(folder: str, kind: str) -> Run:
     """Another process, other values: load, and train the same steps."""
-    accelerator, model, optim, data = prepared(lambda: llama(initializer_range=1.0), state_dict_type=kind, **LAYERWISE)
+    accelerator, model, optim, data = prepared(other_llama, state_dict_type=kind, **LAYERWISE)
     accelerator.load_state(folder)
     losses, norms = steps(accelerator, model, optim, batches(data, 3))
-    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole(model)})
+    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole_state(model)})
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
@@ -350,7 +287,7 @@ def save_model(folder: str) -> Run:
     accelerator.save_model(model, os.path.join(folder, "whole"))
     accelerator.save_state(os.path.join(folder, "sharded"))
     merge_fsdp_weights(os.path.join(folder, "sharded", "pytorch_model_fsdp_0"), os.path.join(folder, "merged"))
-    return Run(losses, library_of(model), values={"parameters": whole(model)})
+    return Run(losses, library_of(model), values={"parameters": whole_state(model)})
 
 
 def test_whole_models(tmp_path: Path) -> None:

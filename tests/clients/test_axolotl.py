@@ -7,13 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType
 
 from tests.clients.clients import Run, run_both
-from tests.clients.training import adamw, llama, train, without
+from tests.clients.training import adamw, llama, take_cpus_for_accelerators, train, without
 
 
 def script(tiles: int, efficient: bool) -> Run:
@@ -22,9 +19,7 @@ def script(tiles: int, efficient: bool) -> Run:
     from axolotl.monkeypatch.accelerate.fsdp2 import patch_accelerate_fsdp2
     from axolotl.monkeypatch.tiled_mlp.patch import patch_tiled_mlp
 
-    if not torch.cuda.is_available():  # as in test_accelerate.py
-        PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    take_cpus_for_accelerators()
     patch_accelerate_fsdp2()
     if tiles:
         patch_tiled_mlp("llama", cfg_num_shards=tiles)

@@ -15,13 +15,13 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.clients.clients import Both, Run, library_of, run_both, run_script
+from tests.clients.clients import Run, library_of, run_in_folders, run_script
+from tests.clients.training import LENGTH, VOCAB, whole_state
 
-VOCAB, LENGTH, STEPS, HALF, ACCUMULATE, MAX_NORM = 64, 8, 20, 10, 2, 0.5
+STEPS, HALF, ACCUMULATE, MAX_NORM = 20, 10, 2, 0.5
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -42,22 +42,10 @@ def loader(batch_size: int = 2) -> DataLoader:
     return DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=batch_size)
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    values = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.state_dict().items()}
-    return {name: value.detach().clone() for name, value in values.items()}
-
-
 def norm_of(model: nn.Module) -> float:
     """Of the gradients; those of several meshes are no business of torch's function."""
     norms = [torch.linalg.vector_norm(p.grad) for p in model.parameters()]
     return sum(norm.full_tensor().item() ** 2 for norm in norms) ** 0.5
-
-
-def assert_trained(both: Both) -> None:
-    for run in both.torch + both.ours:
-        start, end = run.notes["start"], run.values["parameters"]
-        assert [name for name in start if torch.equal(start[name], end[name])] == []
-        assert len(run.losses) == STEPS * ACCUMULATE and min(run.values["norms"]) > 0.0
 
 
 # --- Fabric -----------------------------------------------------------------------------------------------------------
@@ -76,7 +64,6 @@ def with_fabric(
     model = fabric.setup(model)
     optim = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=tensor_parallel == 1))
     data = iter(fabric.setup_dataloaders(loader()))
-    start = whole(model)
     state = {"model": model, "optimizer": optim, "step": 0}
     if resume:
         fabric.load(resume, state)
@@ -102,36 +89,28 @@ def with_fabric(
         optim.zero_grad()
         if step + 1 == HALF:
             fabric.save(folder, state | {"step": HALF})
-    return Run(losses, library_of(model), {"norms": norms, "parameters": whole(model)}, notes={"start": start})
+    return Run(losses, library_of(model), {"norms": norms, "parameters": whole_state(model)})
 
 
-@pytest.mark.parametrize("empty", [False, True])
-def test_fabric(tmp_path: Path, empty: bool) -> None:
-    """On the meta device Lightning calls `to_empty` and every `reset_parameters` once `fully_shard` is done."""
-    both = run_both(with_fabric, 2, folder=str(tmp_path / "step"), empty=empty)
-    assert_trained(both)
+@pytest.mark.parametrize(("empty", "whole_file"), [(False, False), (True, True)])
+def test_fabric(tmp_path: Path, empty: bool, whole_file: bool) -> None:
+    """On the meta device Lightning calls `to_empty` and every `reset_parameters` once `fully_shard` is done. It saves
+    a folder of shards, or one file; each library goes on from the other's."""
+    options = {"empty": empty, "whole_file": whole_file}
+    both = run_in_folders(with_fabric, 2, tmp_path, **options)
     both.assert_equal()
-    assert both.ours[0].losses != both.ours[1].losses
+    assert len(both.ours[0].losses) == STEPS * ACCUMULATE and both.ours[0].losses != both.ours[1].losses
     assert both.ours[0].events["reduce_scatter"] == STEPS * 5  # four layers and the root, once a step
+    for reader, writer, runs in (("fsdp2", "torch", both.torch), ("torch", "fsdp2", both.ours)):
+        paths = {"folder": str(tmp_path / "rest"), "resume": str(tmp_path / writer)}
+        resumed = run_script(with_fabric, 2, reader, **paths, **options)
+        for after, before in zip(resumed, runs, strict=True):
+            assert after.losses == before.losses[HALF * ACCUMULATE :]
+            assert after.values["norms"] == before.values["norms"][HALF:]
 
 
 def test_fabric_with_tensor_parallelism(tmp_path: Path) -> None:
-    both = run_both(with_fabric, 4, folder=str(tmp_path / "step"), tensor_parallel=2)
-    assert_trained(both)
-    both.assert_equal()
-
-
-@pytest.mark.parametrize("whole_file", [False, True])
-def test_fabric_resumes(tmp_path: Path, whole_file: bool) -> None:
-    """A folder of shards and a file of everything, written with one library and read with the other."""
-    for reader, writer in (("fsdp2", "torch"), ("torch", "fsdp2")):
-        paths = {"folder": str(tmp_path / writer), "whole_file": whole_file}
-        through = run_script(with_fabric, 2, writer, **paths)
-        resumed = run_script(with_fabric, 2, reader, **(paths | {"folder": str(tmp_path / "rest")}),
-                             resume=str(tmp_path / writer))  # fmt: skip
-        for rank in range(2):
-            assert resumed[rank].losses == through[rank].losses[HALF * ACCUMULATE :]
-            assert resumed[rank].values["norms"] == through[rank].values["norms"][HALF:]
+    run_in_folders(with_fabric, 4, tmp_path, tensor_parallel=2).assert_equal()
 
 
 # --- the Trainer ------------------------------------------------------------------------------------------------------
@@ -144,14 +123,10 @@ class Demo(LightningTransformer):
         super().__init__(vocab_size=VOCAB)
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.start: dict[str, Tensor] = {}
 
     def configure_model(self) -> None:
         if not isinstance(self.model, FSDPModule):
             shard(self.model, self.device_mesh)
-
-    def on_train_start(self) -> None:
-        self.start = whole(self.model)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -190,16 +165,12 @@ def with_trainer(folder: str, resume: str | None = None) -> Run:
         ],
     )
     trainer.fit(model, ckpt_path=resume)
-    values = {"norms": model.norms, "parameters": whole(model.model)}
-    return Run(model.losses, library_of(model), values, notes={"start": model.start})
+    values = {"norms": model.norms, "parameters": whole_state(model.model)}
+    return Run(model.losses, library_of(model), values)
 
 
 def test_the_trainer(tmp_path: Path) -> None:
-    runs = {
-        library: run_script(with_trainer, 2, library, folder=str(tmp_path / library)) for library in ("torch", "fsdp2")
-    }
-    both = Both(runs["torch"], runs["fsdp2"])
-    assert_trained(both)
+    both = run_in_folders(with_trainer, 2, tmp_path)
     both.assert_equal()
     for reader, writer in (("fsdp2", "torch"), ("torch", "fsdp2")):
         resume = str(tmp_path / writer / f"step={HALF}.ckpt")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +78,8 @@ def local_values(model: nn.Module) -> dict[str, Any]:
     return values
 
 
-def steps(
-    model: Any, optim: Any, num: int = 3, x: Tensor | None = None, after: Any = None, accumulate: int = 1
-) -> list[float]:
-    x, losses = batch() if x is None else x, []
+def steps(model: Any, optim: Any, num: int = 3, after: Any = None, accumulate: int = 1) -> list[float]:
+    x, losses = batch(), []
     for _ in range(num):
         for micro in range(accumulate):
             model.set_requires_gradient_sync(micro + 1 == accumulate)
@@ -209,31 +206,3 @@ def test_optimizers_with_small_states(tmp_path: Path, kind: str) -> None:
     both = run_both(train_small_states, 2, kind=kind, folder=str(tmp_path))
     both.assert_equal()
     assert len(both.ours[0].notes["states"]) == 2, "large shards are quantised, small ones are not"
-
-
-# --- what only a GPU can do -------------------------------------------------------------------------------------------
-
-
-def train_on_gpus(kind: str) -> Run:
-    """Matmuls in float8 or int8 by the device's own units, or an optimizer's step compiled with Triton."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    model = build().to(device)
-    after = None
-    if kind == "float8":
-        convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
-        after = precompute_float8_dynamic_scale_for_fsdp
-    elif kind == "int8":
-        quantize_(model, int8_mixed_precision_training(), filter_fn=lambda module, name: isinstance(module, nn.Linear))
-    shard(model, mp_policy=BF16)
-    optim_class = AdamW8bit if kind == "8-bit optimizer" else torch.optim.AdamW
-    losses = steps(model, optim_class(model.parameters(), lr=1e-2), x=batch().to(device), after=after)
-    return Run(losses, library_of(model), values={name: value.cpu() for name, value in local_values(model).items()})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["float8", "int8", "8-bit optimizer"])
-def test_on_gpus(kind: str) -> None:
-    # NCCL adds in another order than rank order from four ranks on; with two at most there is one order only.
-    run_both(train_on_gpus, min(torch.cuda.device_count(), 2), kind=kind).assert_equal()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.tensor import DTensor
 
-from tests.clients.clients import Both, Run, library_of, run_both, run_script
+from tests.clients.clients import Run, library_of, run_both, run_in_folders, run_script
 from tests.clients.titan import FullAC, small, train
 
 
@@ -66,7 +66,6 @@ def test_settings(settings: dict[str, Any], tmp_path: Path) -> None:
     both = run_both(llama3, 2, folder=str(tmp_path), spmd_backend="partial_dtensor", **settings)
     both.assert_equal()
     assert len(both.ours[0].losses) == settings.get("steps", 3)
-    assert min(both.ours[0].values["norms"]) > 0.0
 
 
 def test_bf16(tmp_path: Path) -> None:
@@ -82,13 +81,12 @@ def test_bf16(tmp_path: Path) -> None:
 
 def test_checkpoints_of_one_are_read_by_the_other(tmp_path: Path) -> None:
     """torchtitan saves with either library, and resumes with the other, as if nothing had happened."""
-    folders = {library: str(tmp_path / library) for library in ("torch", "fsdp2")}
-    through = {name: run_script(resumed, 2, name, folder=folder, load_step=-1) for name, folder in folders.items()}
-    Both(torch=through["torch"], ours=through["fsdp2"]).assert_equal()
-    expected = through["torch"][0]
+    both = run_in_folders(resumed, 2, tmp_path, load_step=-1)
+    both.assert_equal()
+    expected = both.torch[0]
     assert len(expected.losses) == 4
     for reader, writer in (("fsdp2", "torch"), ("torch", "fsdp2")):
-        run = run_script(resumed, 2, reader, folder=folders[writer], load_step=2)[0]
+        run = run_script(resumed, 2, reader, folder=str(tmp_path / writer), load_step=2)[0]
         assert run.losses == expected.losses[2:], f"written with {writer}, read with {reader}"
         assert run.library[reader] > 0
 

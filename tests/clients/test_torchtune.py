@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tests.clients.clients import Both, Run, library_of, run_script
+from tests.clients.clients import Run, library_of, run_in_folders, run_script
 
 OLD_TORCHAO = Path(sys.prefix, "torchao-for-torchtune")
 VOCAB, STEPS = 100, 20
@@ -47,8 +47,8 @@ class Keep:
         pass
 
 
-def recipe(name: str, config: str, options: dict[str, Any]) -> Run:
-    """`tune run NAME --config CONFIG key=value ...`, which torchrun would start."""
+def recipe(folder: str, options: dict[str, Any]) -> Run:
+    """`tune run full_finetune_distributed --config llama2/7B_full key=value ...`, which torchrun would start."""
     sys.path.insert(0, str(OLD_TORCHAO))
     import datasets
     from torchtune import training
@@ -57,12 +57,12 @@ def recipe(name: str, config: str, options: dict[str, Any]) -> Run:
         training.get_memory_stats = lambda device: {}
         training.log_memory_stats = lambda stats: None
         training.cleanup_before_training = lambda: None
-    datasets.config.HF_DATASETS_CACHE = Path(options["output_dir"], "cache")
+    datasets.config.HF_DATASETS_CACHE = Path(folder, "cache")
     spec = find_spec("recipes")
     assert spec is not None and spec.submodule_search_locations is not None
-    folder = Path(spec.submodule_search_locations[0])
-    path = str(folder / f"{name}.py")
-    sys.argv = [path, "--config", str(folder / "configs" / f"{config}.yaml")]
+    recipes = Path(spec.submodule_search_locations[0])
+    path = str(recipes / "full_finetune_distributed.py")
+    sys.argv = [path, "--config", str(recipes / "configs/llama2/7B_full.yaml"), f"output_dir={folder}"]
     sys.argv += [f"{key}={value}" for key, value in options.items()]
     models: dict[int, nn.Module] = {}  # the recipe ends without handing its model over
 
@@ -103,11 +103,9 @@ def make_model(path: str) -> Run:
     return Run([], library_of(model))
 
 
-CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
-    "full": ("full_finetune_distributed", "llama2/7B_full", 2, {"clip_grad_norm": 0.5}),
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "full": (2, {"clip_grad_norm": 0.5}),
     "full-tp": (
-        "full_finetune_distributed",
-        "llama2/7B_full",
         4,
         {
             "tensor_parallel_dim": 2,
@@ -115,18 +113,13 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
             "optimizer.fused": False,
         },
     ),
-    "optimizer-in-backward": (
-        "full_finetune_distributed",
-        "llama2/7B_full",
-        2,
-        {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1},
-    ),
+    "optimizer-in-backward": (2, {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_recipes(tmp_path: Path, case: str) -> None:
-    name, config, ranks, options = CASES[case]
+    ranks, options = CASES[case]
     base = tmp_path / "base"
     files_for(base)
     run_script(make_model, 1, "torch", path=str(base / "model.pt"))
@@ -151,20 +144,14 @@ def test_recipes(tmp_path: Path, case: str) -> None:
         "log_peak_memory_stats": False,
     }
     every |= {f"model.{key}": value for key, value in SIZES.items()}
-    runs = {}
-    for library in ("torch", "fsdp2"):
-        words = {key: str(value) for key, value in (every | options).items()}
-        words["output_dir"] = str(tmp_path / library)
-        runs[library] = run_script(recipe, ranks, library, name=name, config=config, options=words)
-    both = Both(runs["torch"], runs["fsdp2"])
+    words = {key: str(value) for key, value in (every | options).items()}
+    both = run_in_folders(recipe, ranks, tmp_path, options=words)
     both.assert_equal()
     assert len(both.ours[0].losses) == STEPS
     if "clip_grad_norm" in options:
         assert min(step["grad_norm"] for step in both.ours[0].values["steps"]) > 0.0
-    start = torch.load(base / "model.pt")
     theirs, ours = (weights(tmp_path / library) for library in ("torch", "fsdp2"))
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[key], ours[key]) for key in ours)
-    assert [key for key in start if torch.equal(start[key], ours[key])] == []
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

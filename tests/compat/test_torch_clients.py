@@ -192,6 +192,22 @@ def test_checkpoint_into_another_layout(rank: int, world_size: int, tmp_path: Pa
 
 
 @on_ranks(2)
+def test_async_save(rank: int, world_size: int, tmp_path: Path) -> None:
+    """What it has is what was there when it was asked for. It communicates during training: on a group of its own."""
+    model, optim = trained(rank)
+    state = get_model_state_dict(model)
+    before = {name: full(value).clone() for name, value in state.items()}
+    future: Any = dcp.async_save(state, checkpoint_id=tmp_path, process_group=dist.new_group(backend="gloo"))
+    one_batch(model, 9, rank)
+    optim.step()
+    future.result()
+    stored = {name: torch.zeros_like(value) for name, value in before.items()}
+    dcp.load(stored, checkpoint_id=tmp_path)
+    assert_equal_states(stored, before)
+    assert not torch.equal(full(model.inp.weight), before["inp.weight"])
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("direction", ["from_torch", "to_torch"])
 def test_checkpoint_of_torchs_fsdp2(rank: int, world_size: int, tmp_path: Path, direction: str) -> None:
     """Migration: checkpoints of torch's FSDP2 are ours, and the reverse, optimizer states included."""
