@@ -117,39 +117,6 @@ def test_both_work_in_turn(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.exhaustive
-def test_threads() -> None:
-    """Threads that install at the same time do it once, and what they import afterwards is ours."""
-    runs(
-        """
-        import sys, threading
-        import fsdp2.compat
-        fsdp2.FSDPModule  # loaded: the threads race for the names
-        barrier, seen, failed = threading.Barrier(8), [], []
-
-        def client(number):
-            barrier.wait()
-            try:
-                fsdp2.compat.install()
-                from torch.distributed._composable.fsdp import fully_shard
-                from torch.distributed.fsdp import FSDPModule
-                seen.append((fully_shard, FSDPModule))
-            except Exception as error:
-                failed.append(error)
-
-        sys.setswitchinterval(1e-5)
-        threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
-        for thread in threads: thread.start()
-        for thread in threads: thread.join()
-        assert not failed, failed
-        assert len(seen) == 8 and len(set(seen)) == 1 and seen[0][1] is fsdp2.FSDPModule
-        fsdp2.compat.uninstall()
-        import torch.distributed.fsdp
-        assert torch.distributed.fsdp.FSDPModule.__module__ == "torch.distributed.fsdp"
-        """
-    )
-
-
 def test_pickles_and_copies(tmp_path: Path) -> None:
     """A policy that was pickled with our names loads without them, and one of torch's loads with them, as ours."""
     runs_on_torch(

@@ -34,6 +34,7 @@ def test_the_page_shows_the_rows() -> None:
 
 @on_ranks(2)
 def test_every_claim_holds_here(rank: int, world_size: int) -> None:
+    """Behaviour 70, 136, 139, 141, 181: and much else."""
     problems = []
     for row in ROWS:
         found = seen(fsdp2, row)
@@ -58,14 +59,14 @@ def test_every_claim_holds_on_torch(rank: int, world_size: int) -> None:
 
 def test_every_public_name_has_a_row() -> None:
     """Of torch's FSDP2, and of the methods that ours adds."""
-    public = {
-        "fully_shard",
-        "register_fsdp_forward_method",
-        "share_comm_ctx",
-        "UnshardHandle",
+    public = {"fully_shard", "register_fsdp_forward_method", "share_comm_ctx", "UnshardHandle", "OffloadPolicy"}
+    public |= {
         "GradientReductionHandle",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "CPUOffloadPolicy",
+        "DataParallelMeshDims",
     }
-    public |= {"MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims"}
     methods = {*dir(FSDPModule), *vars(torch_fsdp.FSDPModule)} - set(dir(nn.Module))
     public |= {name for name in methods if not name.startswith("_")}
     public |= {f"{name}=" for name in ("mesh", "reshard_after_forward", "shard_placement_fn", "mp_policy")}

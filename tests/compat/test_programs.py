@@ -1,7 +1,6 @@
 """A training script written for torch's FSDP2, run as it is: on torch's, and on fsdp2 in the ways of `fsdp2.compat`.
 
-Every job on fsdp2 is a real torchrun of two ranks, which costs seconds; one script does all that a client of FSDP2
-does.
+They differ in how a process is started, which test_compat.py shows in short; one script does all that a client does.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ import pytest
 from tests.helpers.scripts import run_script
 from tests.helpers.source_tree import ROOT
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.exhaustive  # a torchrun of two ranks takes seconds
 
-BOOTSTRAP = ROOT / "fsdp2" / "compat" / "bootstrap"
 TIMEOUT_SECONDS = 170
 
 SCRIPT = '''
@@ -124,82 +122,43 @@ if __name__ == "__main__":
 '''
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+ON = {"PYTHONPATH": str(ROOT / "fsdp2" / "compat" / "bootstrap"), "FSDP2_COMPAT": "1"}
 # How to start it: the words before the script and its arguments, and the environment.
 WAYS: dict[str, tuple[list[str], dict[str, str]]] = {
     "module": ([*TORCHRUN, "-m", "fsdp2.compat"], {}),
     "launcher": (["-m", "fsdp2.compat", *TORCHRUN], {}),
-    "environment": (["examples/launch.py", *TORCHRUN[2:]], {"PYTHONPATH": str(BOOTSTRAP), "FSDP2_COMPAT": "1"}),
+    "environment": (["examples/launch.py", *TORCHRUN[2:]], ON),
 }
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-class Results:
-    """What the script found in each of the ways to start it; runs it when it is asked for the first time."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.script = folder / "train.py"
-        self.script.write_text(SCRIPT)
-        self.known: dict[str, dict[str, Any]] = {}
-
-    def __getitem__(self, way: str) -> dict[str, Any]:
-        if way not in self.known:
-            out = self.folder / f"{way}.json"
-            self._run(way, [str(self.script), str(out), str(self.folder / f"checkpoint of {way}")])
-            self.known[way] = json.loads(out.read_text())
-        return self.known[way]
-
-    def _run(self, way: str, command: list[str]) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if way == "torch":  # nothing is replaced, so it does not matter what is imported already
-            job = run_script(*command, ranks=2, cwd=ROOT, environment=environment, timeout_s=TIMEOUT_SECONDS)
-            assert job.status == 0, f"{way}:\n{job.errors}"
-            return
-        words, variables = WAYS[way]
-        done = subprocess.run(
-            [sys.executable, *words, *command],
-            cwd=ROOT,
-            env={**environment, **variables},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-        )
-        assert done.returncode == 0, f"{way}:\n{done.stderr}"
+def words(folder: Path) -> list[str]:
+    (folder / "train.py").write_text(SCRIPT)
+    return [str(folder / each) for each in ("train.py", "results.json", "checkpoint")]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return Results(tmp_path_factory.mktemp("programs"))
+def torchs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the script finds on torch's FSDP2."""
+    folder = tmp_path_factory.mktemp("torch")
+    job = run_script(*words(folder), ranks=2, cwd=ROOT, environment=ENVIRONMENT, timeout_s=TIMEOUT_SECONDS)
+    assert job.status == 0, job.errors
+    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    assert found.pop("module") == "torch.distributed.fsdp"
+    return found
 
 
-# They differ in how a process is started, which test_compat.py shows in short.
-OURS = ["environment", "module", "launcher"]
-
-
-@pytest.mark.parametrize("way", OURS)
-def test_runs_on_fsdp2(results: Results, way: str) -> None:
-    """The names that the script imports are ours, by the new path and by the old one."""
-    assert results[way]["module"] == "fsdp2.module"
-    assert results[way]["same"] is True and results[way]["checks"] == [True, True]
-    assert results[way]["name"] == "__main__"
-
-
-def test_each_way_is_tested() -> None:
-    assert set(OURS) == WAYS.keys()
-
-
-def test_runs_on_torchs(results: Results) -> None:
-    """Without any of it the same script runs on torch's FSDP2: the results that the others are compared with."""
-    assert results["torch"]["module"] == "torch.distributed.fsdp"
-
-
-@pytest.mark.parametrize("what", ["fp32", "bf16", "hsdp", "offload", "resumed", "score"])
-@pytest.mark.parametrize("way", OURS)
-def test_same_losses(results: Results, way: str, what: str) -> None:
-    """Losses and gradient norms equal those on torch's FSDP2, to the last bit."""
-    assert results[way][what] == results["torch"][what]
-
-
-@pytest.mark.parametrize("way", ["torch", *OURS])
-def test_resumes(results: Results, way: str) -> None:
-    """A checkpoint by `torch.distributed.checkpoint` goes on as if nothing had happened."""
-    assert results[way]["resumed"] == results[way]["went on"]
+@pytest.mark.parametrize("way", WAYS)
+def test_same_on_fsdp2(torchs: dict[str, Any], way: str, tmp_path: Path) -> None:
+    """Losses and gradient norms to the last bit, also after a checkpoint of `torch.distributed.checkpoint`."""
+    before, variables = WAYS[way]
+    command = [sys.executable, *before, *words(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT | variables, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found.pop("module") == "fsdp2.module"
+    assert found == torchs
+    assert found["same"] and found["checks"] == [True, True] and found["name"] == "__main__"
+    assert found["resumed"] == found["went on"]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,6 @@ from tests.helpers.ranks import on_ranks
 
 FULL = StateDictOptions(full_state_dict=True)
 FULL_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
-SMALL = partial(Stack, depth=1)
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
@@ -54,9 +52,9 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=1e-2)
 
 
-def trained(rank: int, api: Any = fsdp2, build: Callable[[], nn.Module] = SMALL, **options: Any) -> tuple[Any, Any]:
+def trained(rank: int, api: Any = fsdp2, **options: Any) -> tuple[Any, Any]:
     """A sharded model and its optimizer after a step."""
-    model = shard_blocks(api, build(), **options)
+    model = shard_blocks(api, Stack(depth=1), **options)
     optim = adam(model)
     one_batch(model, 0, rank)
     optim.step()
@@ -64,10 +62,10 @@ def trained(rank: int, api: Any = fsdp2, build: Callable[[], nn.Module] = SMALL,
     return model, optim
 
 
-def fresh(api: Any = fsdp2, build: Callable[[], nn.Module] = SMALL, **options: Any) -> tuple[Any, Any]:
+def fresh(api: Any = fsdp2, **options: Any) -> tuple[Any, Any]:
     """Another model with other values, and its optimizer without state."""
     torch.manual_seed(99)
-    model = shard_blocks(api, build(), **options)
+    model = shard_blocks(api, Stack(depth=1), **options)
     return model, adam(model)
 
 
@@ -105,22 +103,6 @@ LAYOUTS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 # --- torch.distributed.checkpoint.state_dict --------------------------------------------------------------------------
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_sharded_state_dicts(rank: int, world_size: int, layout: str) -> None:
-    """Behaviour 167: sharded model and optimizer states, by the helpers, into a model that has neither."""
-    options = LAYOUTS[layout](world_size)
-    model, optim = trained(rank, **options)
-    states = copy.deepcopy(get_state_dict(model, optim))  # optimizers keep the tensors they load
-    assert list(states[0]) == [name for name, _ in model.named_parameters()]
-    assert all(isinstance(value, DTensor) for value in states[0].values())
-    assert isinstance(states[1]["state"]["inp.weight"]["exp_avg"], DTensor)
-    other, other_optim = fresh(**options)
-    set_state_dict(other, other_optim, model_state_dict=states[0], optim_state_dict=states[1])
-    assert_equal_states(get_optimizer_state_dict(other, other_optim), states[1])
-    assert_trains_alike(rank, (model, optim), (other, other_optim))
 
 
 @on_ranks(4)

@@ -298,7 +298,7 @@ def test_versions_of_clients() -> None:
     text = (ROOT / "docs" / "compat.md").read_text()
     rows = dict(re.findall(r"^\| ([\w.-]+) \| (?:torch )?(\d[\d.]*)", text, re.MULTILINE))
     clients = {"torchtitan", "accelerate", "transformers", "trl", "lightning", "torchtune", "peft", "torchao"}
-    assert clients | {"torch.distributed.pipelining", "torch.distributed.checkpoint"} <= {name.lower() for name in rows}
+    assert clients <= {name.lower() for name in rows}
     named = [(name.lower(), version) for name, version in rows.items()]
     wrong = [(name, version) for name, version in named if name in pins and pins[name] != version]
     assert not wrong, f"docs/compat.md names {wrong}; constraints-clients.txt has {[pins[name] for name, _ in wrong]}"
