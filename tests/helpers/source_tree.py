@@ -152,19 +152,6 @@ def num_parameters(node: Function) -> int:
     return len([argument for argument in named if argument.arg not in ("self", "cls")]) + len(stars)
 
 
-def is_dataclass(node: ast.ClassDef) -> bool:
-    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
-
-
-def fields(node: ast.ClassDef) -> set[str]:
-    """Names with an annotation in the class body, constants of the class left out."""
-    return {
-        item.target.id
-        for item in node.body
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and "ClassVar" not in ast.unparse(item)
-    }
-
-
 def is_set_on(node: ast.AST, *owners: str) -> TypeGuard[ast.Attribute]:
     """Whether this is the target of `owner.name = ...`."""
     return (
@@ -175,32 +162,5 @@ def is_set_on(node: ast.AST, *owners: str) -> TypeGuard[ast.Attribute]:
     )
 
 
-def assigned_on_self(function: Function) -> set[str]:
-    return {node.attr for node in ast.walk(function) if is_set_on(node, "self")}
-
-
 def methods(node: ast.ClassDef) -> dict[str, Function]:
     return {item.name: item for item in node.body if isinstance(item, Function)}
-
-
-def attributes(node: ast.ClassDef) -> set[str]:
-    init = methods(node).get("__init__")
-    found = assigned_on_self(init) if init else set()
-    return found | fields(node) if is_dataclass(node) else found
-
-
-def inherited(node: ast.ClassDef) -> set[str]:
-    """Attributes of the base classes that the package defines itself."""
-    names = {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
-    found: set[str] = set()
-    for path, other in classes():
-        if path in names and other is not node:
-            found |= attributes(other) | fields(other) | inherited(other)
-    return found
-
-
-@cache
-def classes() -> tuple[tuple[str, ast.ClassDef], ...]:
-    """The classes of the package, with their path in their module."""
-    found = ((path, node) for module in modules().values() for path, node in definitions(module))
-    return tuple((path, node) for path, node in found if isinstance(node, ast.ClassDef))

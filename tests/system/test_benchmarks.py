@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.common import _commit
-from benchmarks.fake import FakeRank, collectives_of, in_fake_rank
+from benchmarks.fake import FakeRank, in_fake_rank
 from benchmarks.memory.tracking import Kind, Tracker, timeline
 from benchmarks.plan.main import tables
-from fsdp2._torch.extras import all_gather_flat
 from tests.helpers.scripts import run_script
 from tests.helpers.source_tree import ROOT
 
@@ -33,20 +29,13 @@ pytestmark = [
 TIMEOUT_SECONDS = 300  # seconds on a quiet machine; others may be busy
 
 
-@dataclass(frozen=True)
-class Program:
-    """The file that a figure is drawn from, and on how many ranks it runs; None for a single process."""
-
-    file: str
-    ranks: int | None
-
-
-PROGRAMS = {
-    "step_time": Program("cpu_2ranks_float32.json", 2),
-    "host_overhead": Program("cpu_fake.json", None),
-    "memory": Program("cpu_2ranks_float32.json", 2),
-    "world_size": Program("cpu_fake.json", None),
-    "collectives": Program("cpu_2ranks.json", 2),
+# The file that a figure is drawn from, and on how many ranks the program runs; None for a single process.
+PROGRAMS: dict[str, tuple[str, int | None]] = {
+    "step_time": ("cpu_2ranks_float32.json", 2),
+    "host_overhead": ("cpu_fake.json", None),
+    "memory": ("cpu_2ranks_float32.json", 2),
+    "world_size": ("cpu_fake.json", None),
+    "collectives": ("cpu_2ranks.json", 2),
 }
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -68,9 +57,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [pytest.param(name, marks=[] if name == "step_time" else [pytest.mark.exhaustive]) for name in PROGRAMS],
 )
 def test_a_program_runs(results: Path, name: str) -> None:
-    program = PROGRAMS[name]
-    out = results / name / program.file
-    printed = run(ROOT / "benchmarks" / name / "main.py", "--dry-run", "--out", out, ranks=program.ranks)
+    file, ranks = PROGRAMS[name]
+    out = results / name / file
+    printed = run(ROOT / "benchmarks" / name / "main.py", "--dry-run", "--out", out, ranks=ranks)
     assert "| --: |" in printed, "no table for the README"
     result: dict[str, Any] = json.loads(out.read_text())
     assert {"question", "command", "date", "hardware", "versions", "ranks"} <= set(result)
@@ -82,7 +71,7 @@ def test_a_program_runs(results: Path, name: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if program.ranks])
+@pytest.mark.parametrize("name", [name for name, (_, ranks) in PROGRAMS.items() if ranks])
 def test_a_program_starts_its_ranks(tmp_path: Path, name: str) -> None:
     """Without torchrun: it becomes a launcher of itself."""
     command = [sys.executable, ROOT / "benchmarks" / name / "main.py", "--dry-run", "--out", tmp_path / "out.json"]
@@ -146,44 +135,6 @@ def _kinds() -> dict[str, int]:
     return {kind.name.lower(): last[kind] for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.COMMUNICATION)}
 
 
-def test_the_collectives_of_a_step_can_be_run_alone() -> None:
-    calls, again, values = in_fake_rank(FakeRank(1, 4), _replayed)
-    assert calls == again == ["all_reduce 3", "all_gather 3 -> 12"]
-    assert values == [1.0] * 12, "the recorded step's own memory was written to"
-
-
-def _replayed() -> tuple[list[str], list[str], list[float]]:
-    group = dist.group.WORLD
-    assert group is not None
-    gathered, own = torch.zeros(12), torch.ones(3)
-
-    def step() -> None:
-        dist.all_reduce(own)
-        torch.zeros(5)  # computing is not recorded
-        all_gather_flat(gathered, own, group)
-
-    replay = collectives_of(step)
-    calls = _named(step)
-    own.zero_()
-    return calls, _named(replay), gathered.tolist()
-
-
-def _named(step: Any) -> list[str]:
-    names = []
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if "allgather" in str(function):
-                names.append(f"all_gather {args[1].numel()} -> {args[0].numel()}")
-            elif "allreduce" in str(function):
-                names.append(f"all_reduce {args[0][0].numel()}")
-            return function(*args, **(kwargs or {}))
-
-    with Names():
-        step()
-    return names
-
-
 @pytest.mark.parametrize("backend", ["fake", "silent"])
 def test_a_rank_that_fails_says_so(backend: str) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)rank=3, ranks=8.*nothing to divide by"):
@@ -194,31 +145,9 @@ def _fail() -> None:
     raise ZeroDivisionError("nothing to divide by")
 
 
-def test_results_do_not_count_as_changes_of_the_tree(tmp_path: Path) -> None:
-    """Most result files named a changed tree, also where only the program before had written its own."""
-
-    def git(*words: str) -> str:
-        options = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
-        return subprocess.check_output(["git", "-C", str(tmp_path), *options, *words], text=True)
-
-    result, source = tmp_path / "benchmarks/step_time/results/cpu.json", tmp_path / "benchmarks/common.py"
-    result.parent.mkdir(parents=True)
-    for path in (result, source):
-        path.write_text("1\n")
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-q", "-m", "all")
-    head = git("rev-parse", "--short=10", "HEAD").strip()
-    result.write_text("2\n")
-    assert _commit(tmp_path) == head
-    source.write_text("2\n")
-    assert _commit(tmp_path) == f"{head}+"
-
-
-@pytest.mark.exhaustive
-def test_the_disk_is_measured(tmp_path: Path) -> None:
-    printed = run(ROOT / "benchmarks/offload/disk.py", "--dry-run", "--tier", tmp_path, "--out", tmp_path / "out.json")
-    assert "| fsdp2, parameters too |" in printed and not [*tmp_path.glob("*fsdp2*")]
+def test_the_tables_of_plans_are_those_of_the_results() -> None:
+    text = (ROOT / "benchmarks/plan/README.md").read_text()
+    assert tables() and all(table in text for table in tables())
 
 
 @pytest.mark.exhaustive
@@ -230,26 +159,19 @@ def test_a_limited_process_trains_the_same_model(tmp_path: Path) -> None:
     assert len({tuple(each["losses"]) for each in runs.values()}) == 1
 
 
-@pytest.mark.exhaustive
-def test_plans_are_compared(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    printed = run(ROOT / "benchmarks/plan/main.py", "--dry-run", "--out", out)
-    assert "| experts |" in printed and list(json.loads(out.read_text())["counts"]) == ["experts"]
-
-
-def test_the_tables_of_plans_are_those_of_the_results() -> None:
-    text = (ROOT / "benchmarks/plan/README.md").read_text()
-    assert tables() and all(table in text for table in tables())
+OTHERS: dict[str, tuple[str, int | None]] = {
+    "plan/main.py": ("| experts |", None),
+    "offload/main.py": ("| fsdp2, all, fused |", 2),
+    "offload/activations.py": ("| width 16, a budget that suffices |", None),
+    "offload/disk.py": ("| fsdp2, parameters too |", None),
+}
 
 
 @pytest.mark.exhaustive
-def test_offload_runs(tmp_path: Path) -> None:
-    printed = run(ROOT / "benchmarks/offload/main.py", "--dry-run", "--out", tmp_path / "out.json", ranks=2)
-    assert "| fsdp2, all, fused |" in printed
-    assert len(json.loads((tmp_path / "out.json").read_text())["seconds"]) == 18
-
-
-@pytest.mark.exhaustive
-def test_activations_within_a_budget_are_timed(tmp_path: Path) -> None:
-    printed = run(ROOT / "benchmarks/offload/activations.py", "--dry-run", "--out", tmp_path / "out.json")
-    assert "| width 16, a budget that suffices |" in printed
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_print_their_tables(tmp_path: Path, name: str) -> None:
+    row, ranks = OTHERS[name]
+    where = ["--tier", tmp_path] if name == "offload/disk.py" else []
+    printed = run(ROOT / "benchmarks" / name, "--dry-run", *where, "--out", tmp_path / "out.json", ranks=ranks)
+    assert row in printed and json.loads((tmp_path / "out.json").read_text())
+    assert not [*tmp_path.glob("*fsdp2*")]

@@ -103,19 +103,6 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
         ("[train]\nglobal-batch-size = 6\n", "--global-batch-size 6 does not divide into 4 rank(s)"),
         ("[train\n", "is not TOML"),
     ],
-    ids=[
-        "key",
-        "option",
-        "table",
-        "flag for value",
-        "value for flag",
-        "value",
-        "degree",
-        "pipeline",
-        "seq",
-        "batch",
-        "toml",
-    ],
 )
 def test_mistakes_in_the_file_are_named(content: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"

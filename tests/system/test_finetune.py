@@ -110,16 +110,8 @@ def test_chosen_parameters_of_a_tied_model(merged: tuple[Path, Finished], tmp_pa
     assert losses(out)[1] < losses(out)[0]
 
 
-def test_the_run_is_recorded(merged: tuple[Path, Finished]) -> None:
-    """As a run of train_lm.py is: progress, metrics, the loss curve, a checkpoint of what is trained alone."""
-    out, job = merged
-    assert list(metrics(out, "loss")) == [10, 20]
-    for key in ("grad_norm", "lr", "tokens_per_second", "peak_memory_bytes"):
-        assert all(value > 0 for value in metrics(out, key).values())
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert re.search(r"^step +20  loss .* tokens/s", job.output, re.M)
-    assert job.output.index("building the model") < job.output.index("validation loss")  # what takes long says so
-    saved = [load_file(path) for path in (out / "checkpoints" / "step-00000020").glob("model-rank-*.safetensors")]
+def test_the_checkpoint_has_what_is_trained_alone(merged: tuple[Path, Finished]) -> None:
+    saved = [load_file(path) for path in merged[0].glob("checkpoints/step-00000020/model-rank-*.safetensors")]
     assert sum(tensor.numel() for shards in saved for tensor in shards.values()) == 3584
 
 

@@ -367,26 +367,12 @@ def test_yaml_says_what_the_tools_expect() -> None:
     assert {"name", "num_nodes", "resources", "file_mounts", "setup", "run"} <= sky.keys()
 
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
-
-
-def start_with_ray(cluster: Cluster, out: Path) -> None:
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+def test_ray_train_starts_killed_workers_again(whole: Path, tmp_path: Path, cluster: Cluster) -> None:
+    """SIGKILL to one worker: Ray ends the other one, and starts both again in processes of their own."""
+    out = tmp_path / "out"
     command = [LAUNCH / "ray_train.py", "--workers", "2", "--cpu", "--", *OPTIONS, *TEXT, "--out", out]
     cluster.start(sys.executable, *command, RAY_AUTH_MODE="disabled")  # or it writes a token into the home folder
-
-
-@needs_ray
-def test_ray_train_runs(whole: Path, tmp_path: Path, cluster: Cluster) -> None:
-    start_with_ray(cluster, tmp_path / "out")
-    assert cluster.finish() == [0], cluster.output
-    assert_same_run(tmp_path / "out", whole)
-
-
-@needs_ray
-def test_ray_train_starts_killed_workers_again(whole: Path, tmp_path: Path, cluster: Cluster) -> None:
-    """SIGKILL to one worker: Ray ends the other one, and starts both anew in processes of their own."""
-    out = tmp_path / "out"
-    start_with_ray(cluster, out)
     first = int(cluster.wait_for(r"pid=(\d+)\) world_rank=1,")[1])
     cluster.wait_for(f"saving .*step-{2 * SAVE_EVERY:08d}")
     os.kill(first, signal.SIGKILL)

@@ -68,11 +68,6 @@ def test_groups_share_a_thread_that_listens(rank: int, world_size: int) -> None:
     assert len({*tasks.iterdir()} - before) == 2 * of_messages
 
 
-@on_ranks(2)
-def test_seed_is_set_before_each_body(rank: int, world_size: int) -> None:
-    assert torch.initial_seed() == 0
-
-
 def pid_of(rank: int, world_size: int, factor: int = 1) -> tuple[int, int]:
     return rank * factor, os.getpid()
 
@@ -91,12 +86,6 @@ def hang_on_first(rank: int, world_size: int) -> None:
 def die_on_first(rank: int, world_size: int) -> None:
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def leave_a_collective(rank: int, world_size: int) -> None:
-    if rank == 0:
-        dist.broadcast(torch.zeros(3), src=0, async_op=True)
-        dist.all_reduce(torch.zeros(5))
 
 
 def skip_everywhere(rank: int, world_size: int) -> None:
@@ -133,19 +122,9 @@ def test_dead_process_is_reported() -> None:
         run_on_ranks(die_on_first, 2)
 
 
-def test_unmatched_collective_is_reported() -> None:
-    with pytest.raises(RanksFailed, match="rank"):
-        run_on_ranks(leave_a_collective, 2, timeout_s=1)
-
-
 def test_skip_in_the_body_skips() -> None:
     with pytest.raises(pytest.skip.Exception, match="not today"):
         run_on_ranks(skip_everywhere, 2)
-
-
-def test_body_signature_is_checked() -> None:
-    with pytest.raises(TypeError, match="must take"):
-        on_ranks(2)(lambda x: None)
 
 
 def test_run_threads_gives_each_thread_a_rank() -> None:
