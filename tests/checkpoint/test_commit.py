@@ -16,10 +16,10 @@ import torch.distributed as dist
 from fsdp2 import checkpoint
 from fsdp2.checkpoint.run import committing
 from fsdp2.checkpoint.run.folders import delete, replace_folder, sweep
-from fsdp2.checkpoint.schema.manifest import MANIFEST, Manifest
+from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage import local
 from fsdp2.checkpoint.storage.local import LocalStorage
-from fsdp2.errors import CheckpointError, CorruptError
+from fsdp2.errors import CheckpointError
 from tests.helpers.ranks import on_ranks
 
 pytest.importorskip("fsspec")
@@ -102,30 +102,6 @@ def test_a_manifest_that_may_come_yet_keeps_its_files(monkeypatch: pytest.Monkey
     save("memory://run", 2.0, step=1)
     assert len(storage.names("memory://run/step-00000001")) == 2
     assert value_at("memory://run/step-00000001") == 2.0
-
-
-def test_files_stay_for_the_next_try_if_an_upload_failed(tmp_path: Path) -> None:
-    """They were deleted, and sent again."""
-    run = bucket(tmp_path)
-
-    def fail(key: str) -> None:
-        if "optimizer" in key:
-            raise OSError("no room")
-
-    Bucket.before_put.append(fail)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    with pytest.raises(OSError, match="no room"):
-        checkpoint.save(run, model=model, optimizer=optimizer, step=1)
-    sent = [name for name in RemoteStorage(run).names(f"{run}/step-00000001") if name.startswith("model-rank-")]
-    assert len(sent) == 1
-    Bucket.before_put.clear()
-    Bucket.puts.clear()
-    checkpoint.save(run, model=model, optimizer=optimizer, step=1)
-    assert f"step-00000001/{sent[0]}" not in Bucket.puts
-    assert sent[0] in checkpoint.describe(f"{run}/step-00000001").files
 
 
 # --- replacing a checkpoint -------------------------------------------------------------------------------------------
@@ -242,28 +218,11 @@ def test_killed_while_replacing_beside_older_ones(stale: list[str], tmp_path: Pa
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("kind", ["damaged", "too large", "deep"])
-def test_a_manifest_that_could_not_be_read_is_not_written(
-    rank: int, world_size: int, kind: str, tmp_path: Path
-) -> None:
+def test_a_manifest_that_could_not_be_read_is_not_written(rank: int, world_size: int, tmp_path: Path) -> None:
     """Whatever values lead to it."""
-
-    def parse(content: bytes, file: str) -> Manifest:
-        raise CorruptError(f"{file}: is malformed (damaged)")
-
-    def encode(body: Any) -> bytes:
-        raise RecursionError("deep")
-
     with pytest.MonkeyPatch.context() as patch:
-        if kind == "damaged":
-            patch.setattr(committing.Manifest, "parse", parse)
-        elif kind == "deep":
-            patch.setattr(committing.Manifest, "encode", encode)
-        else:
-            patch.setattr(committing, "MAX_MANIFEST_BYTES", 10)
-        with pytest.raises(
-            CheckpointError, match=rf"nothing was saved, because its manifest could not be parsed.*{kind}|10"
-        ):
+        patch.setattr(committing, "MAX_MANIFEST_BYTES", 10)
+        with pytest.raises(CheckpointError, match=r"nothing was saved, because its manifest could not be parsed.*10"):
             save(tmp_path, 1.0, step=1)
         dist.barrier()
     assert checkpoint.checkpoints(tmp_path) == []

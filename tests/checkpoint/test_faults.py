@@ -18,7 +18,6 @@ from fsdp2 import checkpoint
 from fsdp2.errors import CheckpointError, CorruptError
 from tests.helpers.hostile_checkpoints import (
     MANIFEST,
-    edit_body,
     edit_header,
     is_sound,
     load,
@@ -62,21 +61,6 @@ def test_the_sound_one_loads(folder: Path) -> None:
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("damage", ["empty", "one byte less", "half", "one byte more"])
-def test_other_sizes(folder: Path, damage: str) -> None:
-    for path in needed(folder):
-        raw = path.read_bytes()
-        size = len(raw)
-        cut = {"empty": 0, "one byte less": size - 1, "half": size // 2, "one byte more": size + 1}[damage]
-        if path.name == MANIFEST and damage in ("one byte less", "one byte more"):
-            cut += -1 if cut < size else 0  # it ends with a newline, which means nothing
-        path.write_bytes((raw + b"\x01")[:cut])
-        with pytest.raises(CorruptError, match=path.name):
-            load(folder, strict=False)
-        path.write_bytes(raw)
-    assert is_sound(load(folder, strict=False))
 
 
 @pytest.mark.parametrize("instead", ["nothing", "a link to the same", "a broken link", "a folder", "a pipe"])
@@ -159,17 +143,6 @@ def test_a_file_of_another_save(sound: Path, folder: Path, tmp_path: Path) -> No
             (folder / MANIFEST).write_bytes(manifest)
         path.write_bytes(raw)
     assert is_sound(load(folder, strict=False))
-
-
-def test_a_manifest_with_too_few_files(folder: Path) -> None:
-    for path in needed(folder):
-        if path.name == MANIFEST:
-            continue
-        manifest = (folder / MANIFEST).read_bytes()
-        edit_body(folder, lambda body, name=path.name: body["files"].pop(name) and None)
-        with pytest.raises(CorruptError, match=path.name.split(".")[0]):
-            load(folder, strict=False)
-        (folder / MANIFEST).write_bytes(manifest)
 
 
 # --- what is refused before anything is written -----------------------------------------------------------------------

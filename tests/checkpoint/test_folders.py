@@ -13,16 +13,6 @@ import torch.distributed as dist
 
 import fsdp2.checkpoint as fc
 from fsdp2.errors import ArgumentError, CheckpointError
-from tests.helpers.checkpoint_cases import (
-    DIM,
-    Awkward,
-    bits,
-    shard,
-    state_of,
-    tensors_of,
-    with_state,
-)
-from tests.helpers.parity_models import batch, local
 from tests.helpers.ranks import on_ranks
 
 
@@ -79,44 +69,6 @@ def test_what_lies_beside_a_checkpoint_is_not_deleted(rank: int, world_size: int
 
 
 # --- in the background ------------------------------------------------------------------------------------------------
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("options", [{}, {"consolidated": True}], ids=["ranks", "consolidated"])
-def test_values_are_those_at_the_time_of_the_call(
-    rank: int, world_size: int, options: dict[str, Any], tmp_path: Path
-) -> None:
-    """Training goes on, and everything else is changed, as soon as the call returns."""
-    model = shard(Awkward())
-    optimizer = with_state(model, lr=0.5)
-    history = []
-    extra: dict[str, Any] = {"list": [0], "tensor": torch.zeros(5)}
-    handles = []
-    for step in range(4):
-        model(batch(step, rank, DIM)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        state = {key: bits(value).clone() for key, value in [*tensors_of(model), *state_of(model, optimizer)]}
-        history.append((state, optimizer.param_groups[0]["lr"]))
-        handles.append(
-            fc.save(tmp_path, model=model, optimizer=optimizer, extra=extra, step=step, async_op=True, **options)
-        )
-        extra["list"].append(step + 1)
-        extra["tensor"] += 1
-        optimizer.param_groups[0]["lr"] *= 0.5
-        for _, value in [*tensors_of(model), *state_of(model, optimizer)]:
-            with torch.no_grad():
-                local(value).zero_()
-    for step, handle in enumerate(handles):
-        assert handle.wait(60) == str(tmp_path / f"step-{step:08d}")
-        assert handle.done()
-        loaded = fc.load(handle.folder, model=model, optimizer=optimizer)
-        state, rate = history[step]
-        for key, value in [*tensors_of(model), *state_of(model, optimizer)]:
-            assert torch.equal(bits(value), state[key]), (step, key)
-        assert optimizer.param_groups[0]["lr"] == rate
-        assert loaded.extra["list"] == list(range(step + 1))
-        assert torch.equal(loaded.extra["tensor"], torch.full((5,), float(step)))
 
 
 @on_ranks(2)

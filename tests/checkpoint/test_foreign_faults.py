@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from fsdp2.checkpoint.formats.unpickling import unpickle
 from fsdp2.checkpoint.schema.header import parse_header, parse_json
@@ -102,32 +104,33 @@ def problem_of(cover: Cover) -> str:
     return ""
 
 
-def test_overlaps_are_found() -> None:
-    """As by counting how often each element is there; also where what overlaps has as many elements as what is
-    missing, and in more dims than any mesh has."""
-    generator = torch.Generator().manual_seed(0)
-    seen = set()
-    for _ in range(100):
-        count, ndim = (int(torch.randint(1, high, (), generator=generator)) for high in (7, 4))
-        starts = torch.randint(0, 3, (count, ndim), generator=generator).tolist()
-        sizes = torch.randint(0, 4, (count, ndim), generator=generator).tolist()
-        parts = [
-            Box(tuple(start), tuple(min(size, 3 - at) for at, size in zip(start, sizes, strict=True)))
-            for start, sizes in zip(starts, sizes, strict=True)
-        ]
-        counts = torch.zeros((3,) * ndim)
-        for part in parts:
-            counts[part.slices()] += 1
-        expected = "overlap" if (counts > 1).any() else "missing" if (counts == 0).any() else ""
-        problem = problem_of(cover_of((3,) * ndim, parts))
-        assert problem == expected or ({problem, expected} == {"overlap", "missing"} and counts.sum() <= counts.numel())
-        seen.add(expected)
-    assert seen == {"overlap", "missing", ""}
-    assert problem_of(cover_of((3, 3), [Box((0, 0), (2, 3)), Box((1, 0), (1, 3))])) == "overlap"
-    assert problem_of(cover_of((), [Box((), ())])) == ""
-    assert problem_of(cover_of((), [Box((), ()), Box((), ())])) == "overlap"
-    assert problem_of(cover_of((), [])) == "missing"
-    assert problem_of(cover_of((0, 3), [])) == ""
+@st.composite
+def parts_of_a_cube(draw: Any) -> tuple[int, list[Box]]:
+    """Up to six boxes within a cube of three elements a side, in as many dims as the first of both says."""
+    ndim, parts = draw(st.integers(0, 3)), []
+    for _ in range(draw(st.integers(0, 6))):
+        start = draw(st.tuples(*[st.integers(0, 2)] * ndim))
+        parts.append(Box(start, tuple(draw(st.integers(0, 3 - at)) for at in start)))
+    return ndim, parts
+
+
+@settings(derandomize=True, deadline=None, database=None, max_examples=300)
+@given(parts_of_a_cube())
+@example((0, [Box((), ())]))
+@example((2, [Box((0, 0), (2, 3)), Box((1, 0), (1, 3))]))  # as many elements overlap as are missing
+def test_overlaps_are_found(drawn: tuple[int, list[Box]]) -> None:
+    """As by counting how often each element is there."""
+    ndim, parts = drawn
+    counts = torch.zeros((3,) * ndim)
+    for part in parts:
+        counts[part.slices()] += 1
+    expected = "overlap" if (counts > 1).any() else "missing" if (counts == 0).any() else ""
+    problem = problem_of(cover_of((3,) * ndim, parts))
+    assert problem == expected or ({problem, expected} == {"overlap", "missing"} and counts.sum() <= counts.numel())
+
+
+def test_overlaps_in_more_dims_than_any_mesh_has() -> None:
     eight = [Box(start, (1,) * 8) for start in itertools.product((0, 1), repeat=8)]
     assert problem_of(cover_of((2,) * 8, eight)) == ""
     assert problem_of(cover_of((2,) * 8, [*eight[1:], eight[1]])) == "overlap"
+    assert problem_of(cover_of((0, 3), [])) == ""

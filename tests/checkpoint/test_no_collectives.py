@@ -183,15 +183,6 @@ def test_planning_a_save_is_flat_in_ranks() -> None:
         assert len(larger) - len(table) <= 10 * world_size + 4 * tensors
 
 
-def test_planning_a_save_is_flat_in_meshes() -> None:
-    """Without `mesh=`, each call of `fully_shard` makes a mesh. They are equal, and so is what is known of each."""
-    plan(8, 2)
-    calls, table, header = plan(64, 50)
-    more_calls, same_table, same_header = plan(64, 50, num_meshes=50)
-    assert more_calls <= calls * 1.5
-    assert (same_table, same_header) == (table, header)
-
-
 def test_planning_a_load_asks_only_owners_that_have_something() -> None:
     """Of 4096 files a rank looks at those that it needs: as many as meet its part, found without search."""
     grid = Grid((4096,), tuple(range(4096)))

@@ -6,7 +6,6 @@ The storages: fsspec's memory; `Disk`, a file system with folders; `Bucket`, an 
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,15 +16,13 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2.checkpoint import RandomState, checkpoints, convert, describe, latest, load, prune, save, verify
-from fsdp2.checkpoint.io import planned_files
+from fsdp2.checkpoint import RandomState, checkpoints, convert, latest, load, prune, save, verify
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.checkpoint.storage.remote import RemoteStorage
 from fsdp2.errors import ArgumentError, CheckpointError, UnsupportedError
 from tests.helpers.ranks import on_ranks
-from tests.helpers.source_tree import ROOT
 
 pytest.importorskip("fsspec")
 
@@ -162,78 +159,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         save(f"{run}/forbidden", model=model)
 
 
-def test_a_request_that_fails_is_sent_again(tmp_path: Path) -> None:
-    """One of many was not answered, and a save of an hour had failed."""
-    failed: set[str] = set()
-
-    def fails_once(key: str) -> None:
-        if key not in failed:
-            failed.add(key)
-            raise ConnectionError("reset by peer")
-
-    Bucket.before_put.append(fails_once)
-    run = bucket(tmp_path)
-    save(run, model={"w": torch.ones(2)}, step=1)
-    assert {*Bucket.puts} == failed
-    load(latest(run) or "", model={"w": torch.zeros(2)})
-
-
 def names_in(run: str, step: int) -> list[str]:
     return RemoteStorage(run).names(f"{run}/step-0000000{step}")
-
-
-# After how many uploads a save dies: at its mark, and in its files, of which there are 14.
-DEATHS = [0, 1, 2, 5, 9, 13]
-
-DYING = """
-import os, sys
-from pathlib import Path
-import torch
-from tests.checkpoint.test_remote import *
-
-torch.set_num_threads(1)
-planned_files.PART_BYTES = 100
-torch.manual_seed(0)
-model, optimizer = trained()
-for deaths in map(int, sys.argv[2:]):
-    if not os.fork():
-        left = iter(range(deaths))
-        Bucket.before_put.append(lambda key: next(left, None) is None and os._exit(9))
-        run = bucket(Path(sys.argv[1]) / str(deaths))
-        save(run, model=model, optimizer=optimizer, extra={"x": torch.ones(2)}, step=2)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
-"""
-
-
-def test_a_save_goes_on_where_a_killed_one_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything was uploaded again, hours on a slow link."""
-    monkeypatch.setattr(planned_files, "PART_BYTES", 100)
-    torch.manual_seed(0)
-    model, optimizer = trained()
-    for deaths in DEATHS:
-        (tmp_path / str(deaths)).mkdir()
-        save(bucket(tmp_path / str(deaths)), model={"w": torch.ones(2)}, step=1)
-    command = [sys.executable, "-c", DYING, str(tmp_path), *map(str, DEATHS)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    total = 0
-    for deaths in DEATHS:
-        run = bucket(tmp_path / str(deaths))
-        assert latest(run) == f"{run}/step-00000001"
-        there = {name for name in names_in(run, 2) if "-rank-" in name}
-        assert deaths - 4 <= len(there) <= deaths
-        Bucket.puts.clear()
-        save(run, model=model, optimizer=optimizer, extra={"x": torch.ones(2)}, step=2)
-        sent = {Path(key).name for key in Bucket.puts if "-rank-" in key}
-        assert not sent & there
-        total += len(there)
-        found = describe(f"{run}/step-00000002")
-        assert {*names_in(run, 2)} == {*found.files, MANIFEST} == {*there, *sent, MANIFEST}
-        other, its_optimizer = trained()
-        load(latest(run) or "", model=other, optimizer=its_optimizer)
-        assert_same(values(other, its_optimizer), values(model, optimizer))
-    assert total > 10
 
 
 def test_what_a_killed_save_left_of_other_values_is_not_used(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def resume_and_train(rank: int, world_size: int, root: str, kind: str, spare: in
 CASES = [
     (2, "fsdp", {}),
     (2, "bf16", {"async_op": True}),
-    (2, "zero2", {"consolidated": True}),
+    (2, "zero2", {"consolidated": True, "async_op": True}),
     (4, "hsdp", {"async_op": True}),
     (1, "fsdp", {}),
 ]

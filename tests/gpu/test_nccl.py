@@ -20,7 +20,7 @@ from fsdp2 import checkpoint
 from fsdp2._torch.extras import group_allocates
 from fsdp2.comm import comm_for
 from fsdp2.comm.flat import FlatComm
-from tests.gpu import nccl, ranks
+from tests.gpu import nccl
 from tests.gpu.training import check
 from tests.helpers.ranks import on_ranks
 from tests.instruments.device.scenarios import SCENARIOS, SCENARIOS_ON_FOUR
@@ -60,7 +60,7 @@ def both(feature: Feature, rank: int, world_size: int) -> None:
     expected, actual = (
         train(sharded(feature, device, world_size), feature, device, rank) for device in ("cpu", "cuda")
     )
-    ranks.assert_near(actual, expected)
+    nccl.assert_near(actual, expected)
 
 
 def from_group(model: Any, device: str) -> None:
@@ -112,7 +112,7 @@ def test_types_that_nccl_has_not(rank: int, world_size: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         values.append([torch.view_as_real(model.weight.to_local().detach()).cpu()])
-    ranks.assert_near(values[1], values[0])
+    nccl.assert_near(values[1], values[0])
 
 
 @on_ranks(2, timeout_s=120, device=nccl.__name__)

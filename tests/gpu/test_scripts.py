@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from benchmarks.gpu import delays, measure, sanitize, step
-from benchmarks.gpu.groups import Wire
 from benchmarks.gpu.model import SHAPES, Llama, flops_per_token
 from benchmarks.gpu.variants import VARIANTS
 
@@ -62,14 +61,6 @@ def test_groups(group: str) -> None:
     assert len(result["losses"]) == step.WARMUP + 1 + 3 + 1  # timed, for memory, for the timeline
 
 
-@pytest.mark.exhaustive
-def test_step_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "step.json"
-    step.main([*DRY, "--variants", "fsdp2", "--rounds", "1", "--steps", "1", "--out", str(out)])
-    assert [each["variant"] for each in json.loads(out.read_text())["results"]] == ["fsdp2"]
-    assert "| fsdp2 |" in capsys.readouterr().out
-
-
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -84,14 +75,6 @@ def test_delays(tmp_path: Path) -> None:
     report = json.loads(out.read_text())["settings"]
     assert {name: of["changed_by"] for name, of in report.items()} == {"microbatches": [], "offload": []}
     assert len(report["microbatches"]["expected"]) == 3 + 1  # a loss of each, and the parameters
-
-
-@pytest.mark.exhaustive
-def test_delays_on_two_ranks(tmp_path: Path) -> None:
-    out = tmp_path / "delays.json"
-    arguments = ["--ranks-on-gpu", "2", "--settings", "direct", "--steps", "1", "--out", str(out)]
-    delays.main([*DRY, *arguments])
-    assert json.loads(out.read_text())["about"]["ranks"] == 2
 
 
 def test_a_change_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +111,6 @@ def test_timeline() -> None:
     seconds = (found.compute, found.idle, found.communication, found.exposed)
     assert seconds == pytest.approx((40e-6, 10e-6, 20e-6, 10e-6))
     assert measure.timeline([], steps=2) is None
-
-
-def test_wire_times() -> None:
-    assert Wire(bandwidth_bytes=1e9, latency_s=1e-3).seconds(1e6) == pytest.approx(2e-3)
-    assert Wire(delay_s=0.5).seconds(1e6) == 0.5
 
 
 def test_model_is_what_readme_says() -> None:

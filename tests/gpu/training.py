@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.gpu import ranks
+from tests.gpu import nccl
 from tests.instruments.device.training import FEATURES, ON_FOUR, expected_of, sharded, train
 
 __all__ = ["check"]
@@ -15,4 +15,4 @@ def check(name: str, rank: int, world_size: int) -> None:
     feature = FEATURES.get(name) or ON_FOUR[name]
     expected = expected_of(name, rank, world_size)
     actual = train(sharded(feature, "cuda", world_size), feature, "cuda", rank)
-    ranks.assert_near(actual, expected, 0.2 if any(word in name for word in ROUNDED) else 1e-3)
+    nccl.assert_near(actual, expected, 0.2 if any(word in name for word in ROUNDED) else 1e-3)

@@ -46,36 +46,6 @@ DTYPES = [
 
 by_form = pytest.mark.parametrize("options", [{}, {"consolidated": True}], ids=["ranks", "consolidated"])
 
-__all__ = [
-    "BF16",
-    "DIM",
-    "HIDDEN",
-    "LAYOUTS",
-    "VOCAB",
-    "Awkward",
-    "Block",
-    "Layout",
-    "assert_bits",
-    "assert_part",
-    "bits",
-    "by_form",
-    "check",
-    "column",
-    "fill",
-    "filled",
-    "mesh_of",
-    "put",
-    "random_bits",
-    "shard",
-    "spoil",
-    "state_of",
-    "tensor_parallel",
-    "tensors_of",
-    "tp_fsdp",
-    "value_of",
-    "with_state",
-]
-
 BF16 = torch.bfloat16
 DIM, HIDDEN, VOCAB = 5, 6, 7
 

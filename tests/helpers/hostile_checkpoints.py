@@ -18,21 +18,6 @@ from fsdp2 import checkpoint
 from fsdp2.checkpoint.schema.manifest import Manifest
 from tests.helpers.ranks import run_on_ranks
 
-__all__ = [
-    "MANIFEST",
-    "content",
-    "edit_body",
-    "edit_header",
-    "empty",
-    "flip",
-    "header_of",
-    "load",
-    "put_header",
-    "sign",
-    "two_ranks",
-    "whole",
-]
-
 MANIFEST = "checkpoint.json"
 
 
@@ -181,6 +166,3 @@ def sign(path: Path) -> None:
         body["files"][path.name] = [len(raw), f"{zlib.crc32(covered):08x}"]
 
     edit_body(path.parent, note)
-
-
-# --- watching ---------------------------------------------------------------------------------------------------------

@@ -103,12 +103,6 @@ def test_other_numbers_of_microbatches_are_told_of_join() -> None:
     assert finding.text.splitlines()[-1] == "  For ranks with different numbers of microbatches there is fsdp2.join."
 
 
-def test_differences_are_found_where_trails_overlap() -> None:
-    """What one rank no longer keeps is not compared."""
-    assert found(answer(0, A, B, C), answer(1, C, first=2)).kind == "fine"
-    assert found(answer(0, A, B, C), answer(1, B, first=2)).kind == "differ"
-
-
 def test_groups_are_compared_each_for_itself() -> None:
     """Stages of a pipeline do different things in different groups."""
     one = Answer(0, {"g": Past((0, 1), 0, (A,)), "h": Past((0, 2), 0, (B,))})
@@ -125,39 +119,6 @@ def test_a_late_rank_is_no_fault() -> None:
         "rank 1 is alive, but has not come; it is at /run/train.py:7 (main)",
         "  rank 0 waits for all-gather of unit 'a' in group 'g'",
     ]
-    assert found(answer(0, A, wait="all-gather"), Answer(1)).kind == "late", "has done nothing yet"
-
-
-def test_who_waits_for_nobody_accuses_nobody() -> None:
-    """An idle rank may be behind, or may have ended when all was done."""
-    assert found(answer(0, A, B), answer(1, A)).kind == "fine"
-    assert found(answer(0, A, B), gone={1: "has ended"}).kind == "fine"
-
-
-def test_a_rank_that_has_not_gone_as_far_ahead_is_not_waited_for() -> None:
-    """Rank 0 has begun the next all-gather already; both wait for the bytes of the first, on a slow network."""
-    zero, one = answer(0, A, B, wait="all-gather"), answer(1, A, wait="all-gather")
-    assert found(zero, one).kind == "fine"
-    assert found(zero, one, before=found(zero, one)).kind == "fine"
-
-
-def test_a_rank_that_has_ended_after_its_part_is_not_to_blame() -> None:
-    """The last all-reduce of a job, on a machine that runs too much: rank 1 has sent its part and ended."""
-    zero, one = answer(0, A, wait="all-gather"), answer(1, A)
-    assert found(zero, one, gone={1: "has ended"}).kind == "fine"
-    failed = replace(zero, wait=Wait("g", "all-gather", "a", has_failed=True))
-    assert found(failed, one, gone={1: "has ended"}).kind == "gone", "its message did not come after all"
-
-
-def test_a_stream_waits_for_its_own_entry() -> None:
-    """A process whose waits do not block it has begun the same all-gather again. Rank 1 has made the first one: as far
-    as processes know; if it has ended, its device may not."""
-    zero, one = answer(0, A, B, A, wait="all-gather"), answer(1, A)
-    of_stream = replace(zero, wait=Wait("g", "all-gather", "a", place=0))
-    assert found(zero, one).kind == "late"
-    assert found(of_stream, one).kind == "fine"
-    assert found(of_stream, one, gone={1: "has ended"}).kind == "gone"
-    assert found(replace(zero, wait=Wait("g", "all-gather", "a", place=2)), one).kind == "late"
 
 
 def test_the_oldest_wait_is_what_is_waited_for() -> None:
@@ -197,38 +158,72 @@ class JustWaiting:
     group_name: str = "g"
 
 
-def test_a_rank_that_runs_and_gives_no_answer_is_late() -> None:
-    """A machine that runs too much at once is not a dead rank."""
-    finding = found(answer(0, A, wait="all-gather"))
-    assert finding.kind == "late" and "rank 1 is alive" in finding.text
+GATHER = Wait("g", "all-gather", "a")
+AHEAD = answer(0, A, B, A, wait="all-gather")  # in two more entries than rank 1 has done
+WAITS_IN_G = Answer(0, {"g": Past((0, 1), 0, (A,)), "h": Past((0, 1), 0, ())}, GATHER)
+WAITS_IN_H = Answer(1, {"g": Past((0, 1), 0, ()), "h": Past((0, 1), 0, (B,))}, Wait("h", "all-gather", "b"))
+BEHIND_A_DEAD_ONE = Answer(1, {"g": Past((0, 1), 0, ()), "h": Past((1, 2), 0, (B,))}, Wait("h", "all-reduce", "b"))
+
+# What is found when all are asked twice (one kind: both times), of these answers and these ranks that are gone.
+FINDINGS: dict[str, tuple[str, list[Answer], dict[int, str]]] = {
+    "what one rank no longer keeps is not compared": ("fine", [answer(0, A, B, C), answer(1, C, first=2)], {}),
+    "what both keep is": ("differ", [answer(0, A, B, C), answer(1, B, first=2)], {}),
+    "a rank that has done nothing yet": ("late", [answer(0, A, wait="all-gather"), Answer(1)], {}),
+    "a busy machine gives no answer": ("late", [answer(0, A, wait="all-gather")], {}),
+    # An idle rank may be behind, or may have ended when all was done.
+    "nobody waits for one that is behind": ("fine", [answer(0, A, B), answer(1, A)], {}),
+    "nobody waits for one that has ended": ("fine", [answer(0, A, B)], {1: "has ended"}),
+    # Rank 0 has begun the next all-gather; both wait for the bytes of the first, on a slow network.
+    "one is further": ("fine", [answer(0, A, B, wait="all-gather"), answer(1, A, wait="all-gather")], {}),
+    # The last all-reduce of a job: rank 1 has sent its part and ended.
+    "it ended after its part": ("fine", [answer(0, A, wait="all-gather"), answer(1, A)], {1: "has ended"}),
+    "its message did not come after all": (
+        "gone",
+        [replace(answer(0, A), wait=replace(GATHER, has_failed=True)), answer(1, A)],
+        {1: "has ended"},
+    ),
+    # A process whose waits do not block it has begun the same all-gather again. Rank 1 has made the first one: as far
+    # as processes know; if it has ended, its device may not.
+    "a process waits for its last entry": ("late", [AHEAD, answer(1, A)], {}),
+    "a stream for its own": ("fine", [replace(AHEAD, wait=replace(GATHER, place=0)), answer(1, A)], {}),
+    "a later one": ("late", [replace(AHEAD, wait=replace(GATHER, place=2)), answer(1, A)], {}),
+    "of a rank that has ended": (
+        "gone",
+        [replace(AHEAD, wait=replace(GATHER, place=0)), answer(1, A)],
+        {1: "has ended"},
+    ),
+    "what a dead rank waited for makes nobody late": (
+        "fine",
+        [answer(0), answer(1, A, wait="all-gather")],
+        {1: "was killed"},
+    ),
+    "rank 0 waits for rank 1, which waits for a dead one": (
+        "gone",
+        [replace(WAITS_IN_G, pasts={"g": Past((0, 1), 0, (A,))}), BEHIND_A_DEAD_ONE],
+        {2: "was killed"},
+    ),
+    # Two groups in another order: no trail differs, and each rank waits for the other. Seen once it is a moment.
+    "a deadlock": ("unclear, deadlock", [WAITS_IN_G, WAITS_IN_H], {}),
+}
 
 
-def test_a_dead_rank_behind_a_waiting_one() -> None:
-    """Rank 0 waits for rank 1, which waits for rank 2, which is dead."""
-    zero = Answer(0, {"g": Past((0, 1), 0, (A,))}, Wait("g", "all-gather", "a"))
-    one = Answer(1, {"g": Past((0, 1), 0, ()), "h": Past((1, 2), 0, (B,))}, Wait("h", "all-reduce", "b"))
-    finding = examine({0: zero, 1: one}, {2: "was killed"})
-    assert finding.kind == "gone" and finding.text.startswith("rank 2 was")
+@pytest.mark.parametrize("name", FINDINGS)
+def test_findings(name: str) -> None:
+    kinds, answers, gone = FINDINGS[name]
+    first = found(*answers, gone=gone)
+    second = found(*answers, gone=gone, before=first)
+    assert [first.kind, second.kind] == (kinds.split(", ") * 2)[:2]
+    assert second.is_fault == (second.kind in ("differ", "gone", "deadlock"))
+    if second.kind == "gone":
+        assert second.text.startswith(f"rank {max(gone)} ")
+
+
+def test_a_deadlock_is_none_if_something_moves() -> None:
+    moved = replace(WAITS_IN_H, pasts={"g": Past((0, 1), 0, ()), "h": Past((0, 1), 0, (B, B))})
+    assert found(WAITS_IN_G, moved, before=found(WAITS_IN_G, WAITS_IN_H)).kind == "unclear"
 
 
 def test_a_group_agrees_on_what_all_its_ranks_have_answered() -> None:
     answers = [answer(rank, A, ranks=(0, 1, 2)) for rank in range(3)]
     assert found(*answers[:2]).agreed == {}
     assert found(*answers).agreed == {"g": 1}
-
-
-def test_a_rank_that_is_gone_waits_for_nobody() -> None:
-    """What it waited for when it died makes no other rank late."""
-    assert found(answer(0), answer(1, A, wait="all-gather")).kind == "late"
-    assert found(answer(0), answer(1, A, wait="all-gather"), gone={1: "was killed"}).kind == "fine"
-
-
-def test_a_deadlock_is_one_only_if_nothing_moves() -> None:
-    """Two groups in another order: no trail differs, and each rank waits for the other. Seen once it is a moment."""
-    zero = Answer(0, {"g": Past((0, 1), 0, (A,)), "h": Past((0, 1), 0, ())}, Wait("g", "all-gather", "a"))
-    one = Answer(1, {"g": Past((0, 1), 0, ()), "h": Past((0, 1), 0, (B,))}, Wait("h", "all-gather", "b"))
-    first = found(zero, one)
-    assert first.kind == "unclear" and not first.is_fault
-    assert found(zero, one, before=first).kind == "deadlock"
-    moved = Answer(1, {"g": Past((0, 1), 0, ()), "h": Past((0, 1), 0, (B, B))}, Wait("h", "all-gather", "b"))
-    assert found(zero, moved, before=first).kind == "unclear"
