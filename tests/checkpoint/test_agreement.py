@@ -1,5 +1,5 @@
-"""How ranks agree on a save: which save of one rank belongs to which of another, records of any length, threads that
-cannot be started, a last rank that dies while it completes the checkpoint."""
+"""How ranks agree on a save: which save of one rank belongs to which of another, threads that cannot be started, a last
+rank that dies while it completes the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint.io import workers
 from fsdp2.checkpoint.io.workers import run_all
-from fsdp2.checkpoint.ranks import agreement
 from fsdp2.checkpoint.run import committing
-from fsdp2.errors import ArgumentError, CheckpointError
+from fsdp2.errors import CheckpointError
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.ranks import on_ranks
 
@@ -105,21 +103,6 @@ def test_a_rank_that_fails_before_the_others_meet_it(rank: int, world_size: int,
     assert not failure(tmp_path / "latest", state, timeout_s=20)
 
 
-@on_ranks(2)
-def test_errors_of_ranks_that_have_met_are_their_own(
-    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 1 has failed when rank 0 goes on from the meeting. Rank 0 still says what is wrong with its own values."""
-    state = sharded(world_size, 100.0)
-    if rank == 0:
-        assert "have not" in failure(tmp_path / "latest", state, timeout_s=0.5)
-        forget = agreement.Agreement.forget
-        monkeypatch.setattr(agreement.Agreement, "forget", lambda *args: (time.sleep(1), forget(*args)))
-    dist.barrier()
-    with pytest.raises(ArgumentError, match=f"'bad {rank}'"):
-        checkpoint.save(tmp_path / "latest", model=state, extra={f"bad {rank}": object()}, timeout_s=20)
-
-
 def with_groups_made_again(rank: int, root: str, port: str) -> list[float]:
     """Only one rank has saved before, in the group before: with a process that has died since."""
     state = {"w": torch.full((WIDTH,), 1.0)}
@@ -139,32 +122,6 @@ def with_groups_made_again(rank: int, root: str, port: str) -> list[float]:
 def test_groups_that_are_made_again(tmp_path: Path) -> None:
     (outcomes,) = run_cases([Case(with_groups_made_again, 2, (str(tmp_path), "meeting"))])
     assert all(outcome.ok and outcome.value == [2.0] * WIDTH for outcome in outcomes), outcomes
-
-
-# --- records ----------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_records_of_any_length(rank: int, world_size: int, tmp_path: Path) -> None:
-    """A position in the data of 10 MB that every rank has for itself, and a text of 10 MB that all have in common: more
-    than a store takes. Nothing of it stays, neither in the store nor in the folder."""
-    left = []
-    for length in (1, 10 << 20):
-        folder, order = tmp_path / str(length), f"{rank}" * length
-        store = agreement.store_of(None).clone()
-        dist.barrier()
-        before = store.num_keys()
-        dist.barrier()
-        state = {**sharded(world_size, 1.0), "text": "é" * length}
-        checkpoint.save(folder, model=state, extra={"order": order}, timeout_s=60)
-        dist.barrier()
-        left.append(store.num_keys() - before)
-        assert not [*folder.glob("record-*")]
-        dist.barrier()
-        into = {**sharded(world_size, 0.0), "text": ""}
-        assert checkpoint.load(folder, model=into, timeout_s=60).extra["order"] == order
-        assert into["text"] == state["text"]
-    assert left == [left[0]] * 2, left
 
 
 # --- threads that cannot be started -----------------------------------------------------------------------------------
@@ -208,13 +165,6 @@ def test_work_with_fewer_threads(allowed: int) -> None:
     with few_threads("test-work", allowed) as started:
         assert run_all(lambda item: item * item, range(20), 4, "test-work") == [item * item for item in range(20)]
     assert len(started) == allowed
-
-
-def test_work_without_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor the one that would begin with torch, at the first work of a process."""
-    monkeypatch.setattr(workers, "_pool_of_process", None)
-    with few_threads("", 0):
-        assert run_all(lambda item: item * item, range(20), 4, "test-work") == [item * item for item in range(20)]
 
 
 def test_no_thread_outlives_an_interruption() -> None:

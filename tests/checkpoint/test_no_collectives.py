@@ -27,8 +27,7 @@ from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.schema.manifest import table_of
 from fsdp2.checkpoint.state.model import model_state
 from fsdp2.checkpoint.storage.local import LocalStorage
-from fsdp2.placement.box import whole
-from fsdp2.placement.tiling import Grid, Tiling, spread_replicas
+from fsdp2.placement.tiling import spread_replicas
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.ranks import on_ranks
 from tests.helpers.resident import extra_memory, reads_proc
@@ -181,23 +180,3 @@ def test_planning_a_save_is_flat_in_ranks() -> None:
         assert more_calls <= calls * 1.02 + 50
         assert len(same) == len(header)
         assert len(larger) - len(table) <= 10 * world_size + 4 * tensors
-
-
-def test_planning_a_load_asks_only_owners_that_have_something() -> None:
-    """Of 4096 files a rank looks at those that it needs: as many as meet its part, found without search."""
-    grid = Grid((4096,), tuple(range(4096)))
-    tiling = Tiling((8192, 16), grid, ((0, 0),))
-    found: list[int] = []
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        found.append(event == "call" and frame.f_code.co_name == "intersect")
-
-    wanted = Tiling((8192, 16), Grid((512,), tuple(range(512))), ((0, 0),)).box_at((7,))
-    sys.setprofile(count)
-    try:
-        owners = [rank for rank, _ in tiling.owners(wanted)]
-    finally:
-        sys.setprofile(None)
-    assert owners == list(range(56, 64))
-    assert sum(found) == 8
-    assert [rank for rank, _ in tiling.owners(whole((8192, 16)))] == list(range(4096))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fsdp2.errors import ArgumentError
-from fsdp2.extras.int8 import DEFAULT_BLOCK, dequantise, quantise
+from fsdp2.extras.int8 import dequantise, quantise
 
 
 def there_and_back(values: torch.Tensor, block: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -16,7 +16,7 @@ def there_and_back(values: torch.Tensor, block: int, dtype: torch.dtype = torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("block", [1, 7, 256])
-@pytest.mark.parametrize("numel", [1, 7, 255, 256, 257, 1000, 4096])
+@pytest.mark.parametrize("numel", [1, 7, 255, 256, 257, 1000])
 def test_error_is_half_a_scale(numel: int, block: int, dtype: torch.dtype) -> None:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).mul_(3).to(dtype)
     q, scales = quantise(values, block)
@@ -27,16 +27,7 @@ def test_error_is_half_a_scale(numel: int, block: int, dtype: torch.dtype) -> No
     each = scales.repeat_interleave(block)[:numel]
     error = (there_and_back(values, block) - values.float()).abs()
     assert (error <= 0.5001 * each).all()
-    if block >= 256 and numel >= 1000:
-        assert error.max() > 0.4 * each.min()  # the bound is near what happens
-
-
-def test_an_outlier_harms_its_own_block_only() -> None:
-    values = torch.linspace(-1, 1, 1024)
-    values[300] = 1e6
-    error = (there_and_back(values, 256) - values).abs()
-    assert error[:256].max() < 1 / 200 and error[512:].max() < 1 / 200
-    assert error[256:512].max() > 0.1
+    assert numel < 1000 or block < 256 or error.max() > 0.4 * each.min(), "the bound is near what happens"
 
 
 @pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-30, 1.0, 1e30, 3e38])
@@ -76,22 +67,14 @@ def test_a_batch_is_its_rows(out_dtype: torch.dtype) -> None:
             assert torch.equal(target[i, j, 10:110], want)
 
 
-@pytest.mark.parametrize("shape", [(0,), (3, 0)])
-def test_empty(shape: tuple[int, ...]) -> None:
-    q, scales = quantise(torch.empty(shape))
-    assert q.shape == shape and scales.shape == shape
-    dequantise(q, scales, DEFAULT_BLOCK, torch.empty(shape))
-
-
 def test_bytes_and_determinism() -> None:
     """A quarter of fp32's bytes and 1.6 %; the same bits each time; the input is only read."""
     values = torch.randn(256 * 1000)
     before = values.clone()
     q, scales = quantise(values)
     assert (q.nbytes + scales.nbytes) / values.nbytes == 0.25 * (1 + 4 / 256)
-    again_q, again_scales = quantise(values)
-    assert torch.equal(q, again_q) and torch.equal(scales, again_scales)
-    assert torch.equal(values, before)
+    assert all(map(torch.equal, quantise(values), (q, scales))) and torch.equal(values, before)
+    assert [each.shape for each in quantise(torch.empty(3, 0))] == [(3, 0), (3, 0)]
 
 
 def test_mistakes_are_named() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdp2.init import blocks, sequential
 from fsdp2.init.blocks import fill_blocks
-from fsdp2.init.sequential import Draw, Target, fill_sequential, spans
+from fsdp2.init.sequential import Draw, Target, fill_sequential
 from fsdp2.placement.box import Box
 from fsdp2.placement.box import whole as whole_box
 from fsdp2.placement.tiling import Grid, Tiling
@@ -40,13 +40,6 @@ def fsdp_tp(shape: Shape, sizes: Shape) -> list[Box]:
     """TP, which cuts first, and FSDP on top of it, along all pairs of dims."""
     pairs = product(range(len(shape)), repeat=2)
     return [box for dp, tp in pairs for box in boxes_of(shape, sizes, ((1, tp), (0, dp)))]
-
-
-def test_spans_do_not_end_in_a_short_piece() -> None:
-    assert list(spans(100, 32, 16)) == [(0, 32), (32, 64), (64, 100)]
-    assert list(spans(112, 32, 16)) == [(0, 32), (32, 64), (64, 96), (96, 112)]
-    assert list(spans(5, 32, 16)) == [(0, 5)]
-    assert list(spans(0, 32, 16)) == []
 
 
 # --- the same as one process ------------------------------------------------------------------------------------------
@@ -90,7 +83,7 @@ def test_parts_are_those_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch
     for dtype in OPS[name][1]:
         for shape in [(5,), (16,), (17, 1), (9, 7), (13, 11), (3, 50), (4, 3, 31), (257,), (), (0, 4)]:
             stride = torch.empty(shape, device="meta").stride()
-            both_ways(name, dtype, shape, stride, fsdp(shape, 1, 3, 8))
+            both_ways(name, dtype, shape, stride, fsdp(shape, 1, 3, 8) + fsdp_tp(shape, (3, 2)))
 
 
 @pytest.mark.parametrize("name", ["normal_", "uniform_", "bernoulli_tensor"])
@@ -108,11 +101,6 @@ def test_parts_of_tensors_that_are_not_contiguous(name: str, layout: str, monkey
     shape, stride = tuple(like.shape), like.stride()
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         both_ways(name, dtype, shape, stride, fsdp(shape, 1, 2, 3))
-
-
-def test_tensor_parallel_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequential, "SPAN_NUMEL", 64)
-    both_ways("normal_", torch.float32, (13, 11), (11, 1), fsdp_tp((13, 11), (3, 2)))
 
 
 def test_spans_of_the_usual_size() -> None:
