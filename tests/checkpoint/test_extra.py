@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import random
+import threading
 import time
 import types
 import warnings
@@ -18,7 +19,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 
-import fsdp2.checkpoint as fc
+from fsdp2 import checkpoint
+from fsdp2.checkpoint import RandomState
+from fsdp2.checkpoint.state import extra as extra_module
 from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
 from tests.helpers.checkpoint_cases import mesh_of, put
 from tests.helpers.ranks import on_ranks, run_on_ranks
@@ -54,8 +57,8 @@ VALUES: dict[str, Any] = {
 @on_ranks(1, 2)
 @pytest.mark.parametrize("consolidated", [False, True])
 def test_values_come_back_as_they_were(rank: int, world_size: int, consolidated: bool, tmp_path: Path) -> None:
-    fc.save(tmp_path / "a", extra=VALUES, consolidated=consolidated)
-    loaded = fc.load(tmp_path / "a")
+    checkpoint.save(tmp_path / "a", extra=VALUES, consolidated=consolidated)
+    loaded = checkpoint.load(tmp_path / "a")
     assert loaded.extra.keys() == VALUES.keys()
     for key, value in VALUES.items():
         assert repr(loaded.extra[key]) == repr(value)  # types, order, signs of zeros, and NaN is NaN
@@ -84,23 +87,23 @@ class Files(Loader):
 
 def save_objects(rank: int, world_size: int, folder: str) -> None:
     files = Files({"files": [f"{number}.bin" for number in range(rank, 7, world_size)], "seen": torch.tensor(rank)})
-    fc.save(folder, extra={"files": files, "own": Loader({"position": rank}), "same": Loader({"epoch": 2})})
+    checkpoint.save(folder, extra={"files": files, "own": Loader({"position": rank}), "same": Loader({"epoch": 2})})
 
 
 def load_objects(rank: int, world_size: int, folder: str, saved_on: int) -> None:
     files, same, own = Files({}), Loader({}), Loader({"untouched": True})
     if world_size == saved_on:
-        loaded = fc.load(folder, extra={"files": files, "own": own, "same": same})
+        loaded = checkpoint.load(folder, extra={"files": files, "own": own, "same": same})
         assert files.state["files"] == [f"{number}.bin" for number in range(rank, 7, world_size)]
         assert int(files.state["seen"]) == rank
         assert own.state == {"position": rank}
         assert loaded.extra["own"] == {"position": rank}
     else:
-        fc.load(folder, extra={"files": files, "same": same})
+        checkpoint.load(folder, extra={"files": files, "same": same})
         assert files.state["files"] == [f"{number}.bin" for number in range(rank, 7, world_size)]
         assert files.state["seen"] == sum(range(saved_on))
         with pytest.raises(FSDPError, match=r"(?s)own.*(load_resharded|Reshardable)"):
-            fc.load(folder, extra={"files": files, "own": own, "same": same})
+            checkpoint.load(folder, extra={"files": files, "own": own, "same": same})
         assert own.state == {"untouched": True}
     assert same.state == {"epoch": 2}
 
@@ -128,7 +131,7 @@ def seed_all(seed: int) -> None:
 
 def save_random(rank: int, world_size: int, folder: str) -> list[float]:
     seed_all(rank)
-    fc.save(folder, extra={"random": fc.RandomState()})
+    checkpoint.save(folder, extra={"random": RandomState()})
     return draw()
 
 
@@ -137,7 +140,7 @@ def load_random(rank: int, world_size: int, folder: str) -> list[float]:
     results = []
     for _ in range(2):  # the same on every try
         with pytest.warns(UserWarning, match="random"):
-            fc.load(folder, extra={"random": fc.RandomState()})
+            checkpoint.load(folder, extra={"random": RandomState()})
         results.append(draw())
     assert results[0] == results[1]
     return results[0]
@@ -194,18 +197,18 @@ class Text(str):
 def test_what_would_come_back_as_something_else_is_refused(value: Any, tmp_path: Path) -> None:
     """Subclasses of what a checkpoint holds came back as dicts, tuples and bytes, without a word."""
     with pytest.raises(ArgumentError, match=f"'state' at '0': .* got .*{type(value).__name__}"):
-        fc.save(tmp_path / "a", extra={"fine": 1, "state": [value]})
+        checkpoint.save(tmp_path / "a", extra={"fine": 1, "state": [value]})
     assert not any(tmp_path.iterdir())
 
 
 @on_ranks(2)
 def test_keys_of_extra_that_are_missing(rank: int, world_size: int, tmp_path: Path) -> None:
     """An object that is given to `load` must find its state; with ``strict=False`` it is left alone."""
-    fc.save(tmp_path / "a", extra={"one": Loader({"x": 1}), "more": 5})
+    checkpoint.save(tmp_path / "a", extra={"one": Loader({"x": 1}), "more": 5})
     one, two = Loader({}), Loader({"x": 0})
     with pytest.raises(CheckpointError, match="two"):
-        fc.load(tmp_path / "a", extra={"one": one, "two": two})
-    loaded = fc.load(tmp_path / "a", extra={"one": one, "two": two}, strict=False)
+        checkpoint.load(tmp_path / "a", extra={"one": one, "two": two})
+    loaded = checkpoint.load(tmp_path / "a", extra={"one": one, "two": two}, strict=False)
     assert any("two" in name for name in loaded.missing)
     assert (one.state, two.state) == ({"x": 1}, {"x": 0})
     assert loaded.extra == {"one": {"x": 1}, "more": 5}
@@ -216,7 +219,7 @@ def test_sharded_tensors_in_extra(rank: int, world_size: int, tmp_path: Path) ->
     """A DTensor has no place there: refused by name, not stored as if its shard were the whole."""
     sharded = put(torch.arange(5.0), mesh_of(2), [torch.distributed.tensor.Shard(0)])
     with pytest.raises(ArgumentError, match="sharded"):
-        fc.save(tmp_path / "a", extra={"sharded": {"x": sharded}})
+        checkpoint.save(tmp_path / "a", extra={"sharded": {"x": sharded}})
 
 
 def test_a_schedule_goes_on(tmp_path: Path) -> None:
@@ -241,7 +244,94 @@ def test_a_schedule_goes_on(tmp_path: Path) -> None:
     expected = rates(optimizer, schedule, 12)
     first, later = build(), build()
     assert rates(*first, 4) == expected[:4]
-    fc.save(tmp_path / "a", extra={"schedule": first[1]})
-    fc.load(tmp_path / "a", extra={"schedule": later[1]})
+    checkpoint.save(tmp_path / "a", extra={"schedule": first[1]})
+    checkpoint.load(tmp_path / "a", extra={"schedule": later[1]})
     later[0].param_groups[0]["lr"] = first[0].param_groups[0]["lr"]
     assert rates(*later, 8) == expected[4:]
+
+
+@on_ranks(2)
+def test_values_that_differ_between_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Everybody got those of the last rank."""
+    with pytest.raises(CheckpointError, match=r"'n': ranks .* have different values"):
+        checkpoint.save(tmp_path / "a", model={"n": rank})
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1 * (1 + rank))
+    with pytest.raises(CheckpointError, match=r"optimizer options of 'weight'.*belongs to extra="):
+        checkpoint.save(tmp_path / "b", model=layer, optimizer=optimizer)
+
+
+def test_generators_come_back_last(tmp_path: Path) -> None:
+    """An object that draws while it takes its state moved them."""
+
+    class Draws:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            torch.rand(3)
+
+    extra = {"random": RandomState(), "loader": Draws()}
+    checkpoint.save(tmp_path / "a", extra=extra)
+    wanted = torch.rand(4)
+    checkpoint.load(tmp_path / "a", extra=extra)
+    assert torch.equal(torch.rand(4), wanted)
+
+
+def test_nested_dicts_of_tensors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"has a tensor inside, at 'weight'.* Flatten the dict"):
+        checkpoint.save(tmp_path / "a", model={"model": nn.Linear(3, 2).state_dict()})
+
+
+def test_how_deep_values_may_be_nested(tmp_path: Path) -> None:
+    """Keys that are no strings take three levels of JSON, not two: what was saved could not be read."""
+
+    def nested(depth: int) -> Any:
+        return {0: nested(depth - 1)} if depth else "end"
+
+    checkpoint.save(tmp_path / "a", extra={"deep": nested(30)})
+    assert checkpoint.load(tmp_path / "a").extra["deep"] == nested(30)
+    with pytest.raises(CheckpointError, match=r"nothing is saved.*nested more than 100 levels"):
+        checkpoint.save(tmp_path / "b", extra={"deep": nested(38)})
+    with pytest.raises(ArgumentError, match="nested more than 40 levels"):
+        checkpoint.save(tmp_path / "b", extra={"deep": nested(42)})
+
+
+def test_keys_of_extra_are_strings(tmp_path: Path) -> None:
+    """1 and "1" were one."""
+    with pytest.raises(ArgumentError, match="keys that are strings, got 1"):
+        checkpoint.save(tmp_path / "a", extra={1: "a", "1": "b"})  # type: ignore[dict-item]
+
+
+def test_random_state_that_not_all_ranks_gave() -> None:
+    """A rank that gave none was asked for its generators."""
+    drawn = []
+    for rank in range(3):
+        with pytest.warns(UserWarning, match="reseeds its generators"):
+            RandomState().load_resharded([RandomState().state_dict(), None], rank, 3)
+        drawn.append(torch.rand(1).item())
+    assert len(set(drawn)) == 3
+
+
+def test_steps_of_other_kinds(tmp_path: Path) -> None:
+    """NumPy's failed after all had been written, and True made a checkpoint that could not be read."""
+    checkpoint.save(tmp_path, model={"w": torch.ones(2)}, step=np.int64(3))  # type: ignore[arg-type]
+    assert checkpoint.load(tmp_path / "step-00000003", model={"w": torch.zeros(2)}).step == 3
+    for step in (True, 2.0, "2"):
+        with pytest.raises(ArgumentError, match="expected the number of steps done"):
+            checkpoint.save(tmp_path, model={"w": torch.ones(2)}, step=step)  # type: ignore[arg-type]
+
+
+def test_extra_state_is_hashed_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training thread waited a quarter of a second for 400 MB of a data loader's state. What changes after the call
+    is not what is saved."""
+    threads, real = [], extra_module._digest
+    monkeypatch.setattr(
+        extra_module, "_digest", lambda *args: (threads.append(threading.current_thread().name), real(*args))[1]
+    )
+    order = torch.arange(1000)
+    pending = checkpoint.save(tmp_path / "a", extra={"loader": {"order": order}}, async_op=True)
+    order.zero_()
+    pending.wait()
+    assert threads == ["fsdp2-save"]
+    assert checkpoint.load(tmp_path / "a").extra["loader"]["order"].tolist() == list(range(1000))

@@ -1,4 +1,4 @@
-"""State of an optimizer that is not the one which loads it, or that belongs to no parameter."""
+"""Several optimizers and models in one checkpoint; state of an optimizer that is not the one which loads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2 import ArgumentError, MismatchError, checkpoint, local_optimizer
+from fsdp2 import ArgumentError, MismatchError, checkpoint, fully_shard, local_optimizer
+from tests.helpers.parity_models import full
+from tests.helpers.ranks import on_ranks
 
 
 def stepped(kind: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -88,3 +90,108 @@ def test_state_of_an_optimizer_that_belongs_to_no_parameter(value: Any, tmp_path
     optimizer.state["everybody"] = value  # type: ignore[index]
     with pytest.raises(ArgumentError, match="has state for 'everybody'"):
         checkpoint.save(tmp_path / "a", model=model, optimizer=optimizer)
+
+
+# --- several ----------------------------------------------------------------------------------------------------------
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return fully_shard(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)))
+
+
+def two(model: nn.Module, lr: float = 0.1) -> list[torch.optim.Optimizer]:
+    """One for matrices, another for the rest, as with Muon."""
+    params = list(model.parameters())
+    return [
+        torch.optim.SGD([param for param in params if param.ndim == 2], lr=lr, momentum=0.9),
+        torch.optim.AdamW([param for param in params if param.ndim != 2], lr=lr),
+    ]
+
+
+def step(model: nn.Module, optimizers: Any, number: int) -> torch.Tensor:
+    loss = model(torch.full((2, 4), 0.1 * number)).square().mean()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("named", [False, True])
+def test_two_optimizers_of_one_model(rank: int, world_size: int, named: bool, tmp_path: Path) -> None:
+    def form(optimizers: list[torch.optim.Optimizer]) -> Any:
+        return dict(zip(("muon", "adamw"), optimizers, strict=True)) if named else optimizers
+
+    model = network(0)
+    optimizers = two(model)
+    for number in range(3):
+        step(model, optimizers, number)
+    checkpoint.save(tmp_path / "a", model=model, optimizer=form(optimizers))
+    other = network(1)
+    its = two(other, lr=7.0)
+    checkpoint.load(tmp_path / "a", model=other, optimizer=form(its))
+    assert [optimizer.param_groups[0]["lr"] for optimizer in its] == [0.1, 0.1]
+    for number in range(3, 6):
+        assert torch.equal(step(model, optimizers, number), step(other, its, number))
+    assert checkpoint.describe(tmp_path / "a").optimizer == "SGD, AdamW"
+    with pytest.raises(MismatchError, match=r"state of AdamW, and this is SGD|state of 'param"):
+        checkpoint.load(tmp_path / "a", model=other, optimizer=form(its[::-1]))
+    if named:
+        with pytest.raises(MismatchError, match=r"unexpected in the checkpoint: optimizer state of '0\.bias'"):
+            checkpoint.load(tmp_path / "a", model=other, optimizer={"muon": its[0]})
+
+
+@on_ranks(2)
+def test_one_optimizer_that_became_two(rank: int, world_size: int, tmp_path: Path) -> None:
+    """What one AdamW saved goes to two of them by the names of parameters. Of one that was forgotten, the state was
+    dropped without a word."""
+    model = network(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, [optimizer], 0)
+    checkpoint.save(tmp_path / "a", model=model, optimizer=optimizer)
+    other = network(1)
+    params = list(other.parameters())
+    its = [torch.optim.AdamW(params[:2]), torch.optim.AdamW(params[2:])]
+    checkpoint.load(tmp_path / "a", model=other, optimizer=its)
+    fewer = [torch.optim.AdamW(params[:2]), torch.optim.AdamW(params[2:3])]
+    with pytest.raises(MismatchError, match=r"unexpected in the checkpoint: optimizer state of '2\.bias'"):
+        checkpoint.load(tmp_path / "a", model=other, optimizer=fewer)
+    loaded = checkpoint.load(tmp_path / "a", model=other, optimizer=fewer, strict=False)
+    assert loaded.unexpected == ["optimizer state of '2.bias'"]
+    for number in range(1, 4):
+        assert torch.equal(step(model, [optimizer], number), step(other, its, number))
+
+
+@on_ranks(2)
+def test_two_models(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Generator and discriminator, each with its optimizer."""
+    models = nn.ModuleDict({"generator": network(0), "discriminator": network(1)})
+    optimizers = {name: torch.optim.Adam(model.parameters(), lr=0.1) for name, model in models.items()}
+    for name in models:
+        step(models[name], [optimizers[name]], 1)
+    checkpoint.save(tmp_path / "a", model=models, optimizer=optimizers, step=None)
+    names = [tensor.name for tensor in checkpoint.describe(tmp_path / "a").tensors if tensor.section == "model"]
+    assert names[0] == "generator.0.weight" and names[-1] == "discriminator.2.bias"
+    others = nn.ModuleDict({"generator": network(2), "discriminator": network(3)})
+    its = {name: torch.optim.Adam(model.parameters()) for name, model in others.items()}
+    checkpoint.load(tmp_path / "a", model=others, optimizer=its)
+    for name in models:
+        assert torch.equal(step(models[name], [optimizers[name]], 2), step(others[name], [its[name]], 2))
+        for one, other in zip(models[name].parameters(), others[name].parameters(), strict=True):
+            assert torch.equal(full(one), full(other))
+
+
+def test_what_is_no_optimizer(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    one, another = torch.optim.SGD(model.parameters(), momentum=0.5), torch.optim.SGD([model.weight])
+    wrong: list[tuple[Any, str]] = [
+        ([one, 3], "got 3 under the name '1'"),
+        ({"a": one, "b": torch.ones(1)}, "under the name 'b'"),
+        ([one, another], "'weight' is a parameter of '0' and of '1'"),
+        (5, "optimizer= expects"),
+    ]
+    for optimizer, message in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            checkpoint.save(tmp_path / "a", model=model, optimizer=optimizer)

@@ -1,12 +1,18 @@
-"""The pure geometry, exhaustively over small sizes (Behaviour 21-23, 27, 28)."""
+"""The pure geometry, exhaustively over small sizes (Behaviour 21-23, 27, 28), and the order of units, for every
+sequence of calls of three units (Behaviour 49, 56, 66, 67)."""
+
+from __future__ import annotations
 
 import itertools
+from itertools import pairwise
 
 import pytest
 import torch
 
+from fsdp2.extras.tiles import part_of
 from fsdp2.layout import Lane, ShardLayout, choose_lane, pack, strides
 from fsdp2.runtime.gather import interleave
+from fsdp2.runtime.step import Pass
 
 SIZES = range(10)
 PARTS = range(1, 7)
@@ -87,3 +93,29 @@ def test_lanes() -> None:
     assert choose_lane(columns, 4, min_bytes=0, allows_uneven=True) is Lane.PACKED
     assert choose_lane(even, 4, min_bytes=None, allows_uneven=True) is Lane.PACKED
     assert choose_lane(ShardLayout((8, 4), 1, 1), 4, min_bytes=None, allows_uneven=False) is Lane.DIRECT
+
+
+def test_ranks_have_the_rows_that_torch_chunk_would_give_them() -> None:
+    """A part that takes the same rows of each chunk is itself cut by `ceil`: tiles need no layout of their own."""
+    for size in range(1, 25):
+        for ranks in range(1, 7):
+            layout = ShardLayout((size, 3), 0, ranks)
+            for tiles in range(1, layout.chunk + 1):
+                bounds = ShardLayout((layout.chunk,), 0, tiles).bounds
+                for start, stop in pairwise(bounds):
+                    if start == stop:
+                        continue
+                    part = part_of(layout, start, stop - start)
+                    wanted = [min(max(layout.local_size(rank) - start, 0), stop - start) for rank in range(ranks)]
+                    assert [part.local_size(rank) for rank in range(ranks)] == wanted
+                    assert part.shape == (sum(wanted), 3)
+                    assert part.padded_numel == 3 * (stop - start)
+
+
+@pytest.mark.parametrize("length", range(1, 5))
+def test_backward_prefetches_the_reverse_of_what_ran(length: int) -> None:
+    for order in itertools.product("abc", repeat=length):
+        current = Pass()
+        for position, unit in enumerate(order):
+            before = [other for other in order[:position] if other != unit]
+            assert current.record(unit) == (before[-1] if before else None)

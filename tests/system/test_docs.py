@@ -8,7 +8,6 @@ The info string behind a block's fence says how it runs:
 ``python ranks=2`` the same, and the whole file runs on that many ranks (the largest number in the file counts)
 ``text output``    is what the ``python`` block before it prints (on rank 0); lines that begin with ``torch`` are those
                    of torch 2.13, and are not compared on another version
-``bash run``       runs in the repository's root; a plain ``bash`` block does not run
 ================== =================================================================================================
 
 Blocks run in an empty folder, on the CPU. A failure shows the document's own line.
@@ -160,13 +159,6 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-def run(command: list[str], cwd: Path, env: dict[str, str], what: str) -> None:
-    """Fails with the command's output."""
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    if done.returncode != 0:
-        pytest.fail(f"{what}: exit status {done.returncode}\n{done.stdout}\n{done.stderr}", pytrace=False)
-
-
 # The worked examples have billions of parameters: two minutes, and more on a busy machine. `tests/plan` protects
 # the same.
 SLOW = {"docs/plan.md": 900}
@@ -197,12 +189,6 @@ def test_python_blocks_run(path: Path, tmp_path: Path) -> None:
     job = run_script(*script, ranks=ranks, cwd=tmp_path / "work", environment=environment(), timeout_s=timeout_s)
     if job.status != 0:
         pytest.fail(f"{name_of(path)}: exit status {job.status}\n{job.output}\n{job.errors}", pytrace=False)
-
-
-def test_marked_bash_blocks_run() -> None:
-    for path in showing("bash", "run"):
-        for block in blocks_of(path, "bash", "run"):
-            run(["bash", "-euo", "pipefail", "-c", block.code], ROOT, environment(), f"{name_of(path)}:{block.line}")
 
 
 def anchors(path: Path) -> set[str]:
@@ -261,10 +247,11 @@ def test_every_item_of_the_behaviour_is_shown_by_a_test() -> None:
 def test_the_site_builds(tmp_path: Path) -> None:
     """Strictly: each name of the reference is found, each page is in the navigation, each link leads somewhere."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    run(command, ROOT, environment(NO_MKDOCS_2_WARNING="1"), "mkdocs build")
+    variables = environment(NO_MKDOCS_2_WARNING="1")
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
     methods = (tmp_path / "reference" / "module.html").read_text()
-    assert "set_requires_gradient_sync" in methods
-    assert "finalize_backward" in methods
+    assert "set_requires_gradient_sync" in methods and "finalize_backward" in methods
 
 
 def test_the_reference_is_what_docstrings_say() -> None:

@@ -1,11 +1,9 @@
-"""What type checkers and the interactive user see of a program that changed one import line."""
+"""What a user sees of the package. (Type checkers: `make lint` checks tests/helpers/typed_program.py.)"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,23 +12,6 @@ import fsdp2
 from fsdp2 import CheckpointError, checkpoint
 from tests.helpers.scripts import run_script
 from tests.helpers.source_tree import ROOT
-
-PROGRAM = ROOT / "tests" / "helpers" / "typed_program.py"
-
-
-def mypy(program: Path) -> str:
-    """What mypy says of it, as strict as it can be; with the cache that `make lint` leaves."""
-    pytest.importorskip("mypy")
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", str(program)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600).stdout
-
-
-@pytest.mark.timeout(600)  # without a cache mypy reads all of torch
-@pytest.mark.exhaustive  # `make lint` checks the program too
-def test_a_migrated_program_passes_mypy() -> None:
-    """`fully_shard(model).set_requires_gradient_sync(False)` was an error here and none with torch."""
-    assert mypy(PROGRAM) == ""
-
 
 LAZY = """
 import sys, fsdp2

@@ -60,7 +60,7 @@ SUITES = (
     *("parallel/test_pipeline", "parallel/test_pipelining", "parallel/test_ring_attention"),
     *("optim/test_step_in_backward", "optim/test_matrix_optimizer", "optim/test_matrix_states"),
     *("optim/test_stepped_runs", "optim/test_offloaded"),
-    *("checkpoint/test_commit", "checkpoint/test_run_state", "checkpoint/test_resume"),
+    *("checkpoint/test_commit", "checkpoint/test_resume"),
 )
 # Eight in one process, which imports torch once.
 BATCHES = [SUITES[start : start + 8] for start in range(0, len(SUITES), 8)]
