@@ -21,13 +21,7 @@ from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import describe
 from fsdp2.checkpoint.tools.inspection import verify
 from fsdp2.errors import ArgumentError, CorruptError
-from tests.helpers.checkpoint_cases import (
-    assert_bits,
-    mesh_of,
-    put,
-    random_bits,
-    value_of,
-)
+from tests.helpers.checkpoint_cases import assert_bits, mesh_of, put, random_bits, value_of
 from tests.helpers.hostile_checkpoints import flip
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.source_tree import ROOT

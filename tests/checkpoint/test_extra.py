@@ -278,11 +278,6 @@ def test_generators_come_back_last(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(4), wanted)
 
 
-def test_nested_dicts_of_tensors_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"has a tensor inside, at 'weight'.* Flatten the dict"):
-        checkpoint.save(tmp_path / "a", model={"model": nn.Linear(3, 2).state_dict()})
-
-
 def test_how_deep_values_may_be_nested(tmp_path: Path) -> None:
     """Keys that are no strings take three levels of JSON, not two: what was saved could not be read."""
 
@@ -297,12 +292,6 @@ def test_how_deep_values_may_be_nested(tmp_path: Path) -> None:
         checkpoint.save(tmp_path / "b", extra={"deep": nested(42)})
 
 
-def test_keys_of_extra_are_strings(tmp_path: Path) -> None:
-    """1 and "1" were one."""
-    with pytest.raises(ArgumentError, match="keys that are strings, got 1"):
-        checkpoint.save(tmp_path / "a", extra={1: "a", "1": "b"})  # type: ignore[dict-item]
-
-
 def test_random_state_that_not_all_ranks_gave() -> None:
     """A rank that gave none was asked for its generators."""
     drawn = []
@@ -313,13 +302,10 @@ def test_random_state_that_not_all_ranks_gave() -> None:
     assert len(set(drawn)) == 3
 
 
-def test_steps_of_other_kinds(tmp_path: Path) -> None:
-    """NumPy's failed after all had been written, and True made a checkpoint that could not be read."""
+def test_a_step_of_numpy(tmp_path: Path) -> None:
+    """It failed after all had been written."""
     checkpoint.save(tmp_path, model={"w": torch.ones(2)}, step=np.int64(3))  # type: ignore[arg-type]
     assert checkpoint.load(tmp_path / "step-00000003", model={"w": torch.zeros(2)}).step == 3
-    for step in (True, 2.0, "2"):
-        with pytest.raises(ArgumentError, match="expected the number of steps done"):
-            checkpoint.save(tmp_path, model={"w": torch.ones(2)}, step=step)  # type: ignore[arg-type]
 
 
 def test_extra_state_is_hashed_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

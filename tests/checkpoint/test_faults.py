@@ -16,15 +16,7 @@ import pytest
 
 from fsdp2 import checkpoint
 from fsdp2.errors import CheckpointError, CorruptError
-from tests.helpers.hostile_checkpoints import (
-    MANIFEST,
-    edit_header,
-    is_sound,
-    load,
-    sign,
-    two_ranks,
-    whole,
-)
+from tests.helpers.hostile_checkpoints import MANIFEST, edit_header, is_sound, load, sign, two_ranks, whole
 
 LAYOUTS = ["ranks", "consolidated", "alone"]
 

@@ -1,4 +1,4 @@
-"""What runs on loading: hooks of modules, as with torch. Those of optimizers are refused."""
+"""What runs on loading: hooks of modules, as with torch. (Those of optimizers are refused: test_refused.py.)"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2 import ArgumentError, checkpoint
+from fsdp2 import checkpoint
 from tests.helpers.ranks import on_ranks
 
 
@@ -71,31 +71,6 @@ def test_a_pre_hook_that_adds_what_is_missing(rank: int, world_size: int, tmp_pa
     assert loaded.missing == ["model '0.bias'"]
     assert other[0].bias.full_tensor().eq(1).all()
     assert torch.equal(other[0].weight.full_tensor(), model[0].weight.full_tensor())
-
-
-class Counting(torch.optim.AdamW):
-    """Keeps a counter that only its own state dict has."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "steps": 3}
-
-
-def with_hook(params: Any) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    optimizer.register_load_state_dict_post_hook(lambda own: own.param_groups[0].update(momentum=0.5))
-    return optimizer
-
-
-@pytest.mark.parametrize("make", [Counting, with_hook])
-def test_an_optimizer_that_saves_and_loads_in_its_own_way(make: Any, tmp_path: Path) -> None:
-    """What it adds would be lost."""
-    model = nn.Linear(3, 4)
-    optimizer = make(model.parameters())
-    checkpoint.save(tmp_path / "a", model=model, optimizer=torch.optim.SGD(model.parameters()))
-    with pytest.raises(ArgumentError, match=r"has a state_dict or load_state_dict of its own.* rest in extra="):
-        checkpoint.save(tmp_path / "b", model=model, optimizer=optimizer)
-    with pytest.raises(ArgumentError, match=r"has a state_dict or load_state_dict of its own"):
-        checkpoint.load(tmp_path / "a", model=model, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "NAdam", "SGD", "Adafactor", "ASGD", "RMSprop"])

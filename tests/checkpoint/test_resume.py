@@ -13,16 +13,7 @@ from torch import Tensor, nn
 
 import fsdp2.checkpoint as fc
 from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, fully_shard, local_optimizer
-from tests.helpers.checkpoint_cases import (
-    BF16,
-    DIM,
-    VOCAB,
-    bits,
-    fill,
-    mesh_of,
-    state_of,
-    tensors_of,
-)
+from tests.helpers.checkpoint_cases import BF16, DIM, VOCAB, bits, fill, mesh_of, state_of, tensors_of
 from tests.helpers.parity_models import batch
 from tests.helpers.ranks import run_on_ranks
 

@@ -13,10 +13,7 @@ import pytest
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from tests.helpers.parity_models import (
-    Race,
-    batch,
-)
+from tests.helpers.parity_models import Race, batch
 from tests.helpers.ranks import on_ranks
 
 ROWS, HIDDEN, COLUMNS = 16, 17, 8

@@ -32,15 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp2
 from fsdp2 import fully_shard
-from tests.helpers.parity_models import (
-    Stack,
-    assert_gradients,
-    full,
-    mean_gradients,
-    mesh_2d,
-    one_batch,
-    shard_blocks,
-)
+from tests.helpers.parity_models import Stack, assert_gradients, full, mean_gradients, mesh_2d, one_batch, shard_blocks
 from tests.helpers.ranks import on_ranks
 
 FULL = StateDictOptions(full_state_dict=True)

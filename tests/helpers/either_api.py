@@ -14,10 +14,7 @@ from torch import nn
 
 import fsdp2
 from tests.helpers.models import reference_grads, run_step
-from tests.helpers.parity_models import (
-    assert_gradients,
-    shard_blocks,
-)
+from tests.helpers.parity_models import assert_gradients, shard_blocks
 
 ON_TORCH = os.environ.get("FSDP_API") == "torch"
 
