@@ -24,6 +24,7 @@ from fsdp2.checkpoint import saving
 from fsdp2.checkpoint.run import committing
 from tests.helpers.mortal_ranks import Case, Kill, Outcome, begin, run_cases
 from tests.helpers.mortal_saves import RANKS, check, first, save, tensors
+from tests.helpers.small_disks import small_disk
 from tests.helpers.source_tree import ROOT
 
 
@@ -51,14 +52,10 @@ def assert_all_ok(outcomes: list[Outcome]) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, 1 MiB large."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", mount], capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    yield mount
-    subprocess.run(["umount", "-l", mount], check=True)
+    with small_disk(tmp_path / "disk", pages=256):
+        yield tmp_path / "disk"
 
 
 def fill_up(root: str, leave: int) -> None:
@@ -79,9 +76,9 @@ def on_full_disk(rank: int, root: str, victim: int, leave: int) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("blocks", [0, 1, 2, 3, 5, 8, 10, 11])
-def test_full_disk(small_disk: Path, blocks: int) -> None:
+def test_full_disk(disk: Path, blocks: int) -> None:
     """At whatever stage: who could not write says so, the others repeat it; nothing stays on the full disk."""
-    root = str(small_disk)
+    root = str(disk)
     assert_all_ok(run(first, root))
     used = os.statvfs(root).f_bavail
     outcomes = run(on_full_disk, root, 0, blocks * 4096)
@@ -90,7 +87,7 @@ def test_full_disk(small_disk: Path, blocks: int) -> None:
     for outcome in outcomes:
         assert outcome.raised("OSError") or outcome.raised("CheckpointError"), outcome
         assert "[Errno 28]" in outcome.text
-    os.unlink(small_disk / "filler")
+    os.unlink(disk / "filler")
     assert used - os.statvfs(root).f_bavail <= 2, "the dead save takes room"  # its empty folder may
     assert_all_ok(run(retry, root))
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -18,9 +20,23 @@ import torch.distributed.fsdp
 from fsdp2.compat import is_installed
 from fsdp2.compat.__main__ import BOOTSTRAP, main
 from fsdp2.compat.installing import PUBLIC
-from tests.helpers.interpreters import python, succeeds
 from tests.helpers.scripts import run_script
 from tests.helpers.source_tree import ROOT
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "FSDP2_COMPAT"}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def python(*arguments: str | Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """In a process that has imported nothing."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT | variables, capture_output=True, text=True, timeout=170)
+
+
+def succeeds(*arguments: str | Path, cwd: Path = ROOT, **variables: str) -> str:
+    done = python(*arguments, cwd=cwd, **variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def runs(code: str, **variables: str) -> str:
@@ -31,8 +47,7 @@ def runs_on_torch(code: str, folder: Path, **variables: str) -> str:
     """The same in a process that has imported torch, with its FSDP2, and nothing of ours."""
     script = folder / "code.py"
     script.write_text(textwrap.dedent(code))
-    inherited = {name: value for name, value in os.environ.items() if name != "FSDP2_COMPAT"}
-    done = run_script(script, cwd=ROOT, environment={**inherited, "PYTHONPATH": str(ROOT), **variables})
+    done = run_script(script, cwd=ROOT, environment=ENVIRONMENT | variables)
     assert done.status == 0, done.errors
     return done.output
 
@@ -206,7 +221,7 @@ def test_one_import(tmp_path: Path) -> None:
     script.write_text("from torch.distributed.fsdp import FSDPModule as M\nimport fsdp2.compat.auto")
     wrong = {"1": "OrderError: fsdp2.compat.install: too late: __main__.M is", "yes": "ArgumentError: FSDP2_COMPAT: "}
     for value, error in wrong.items():
-        done = run_script(script, cwd=ROOT, environment={**os.environ, "PYTHONPATH": str(ROOT), "FSDP2_COMPAT": value})
+        done = run_script(script, cwd=ROOT, environment=ENVIRONMENT | {"FSDP2_COMPAT": value})
         assert done.status == 1 and error in done.errors
 
 

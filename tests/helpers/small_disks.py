@@ -28,10 +28,10 @@ def small_files(_folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def small_disk(folder: Path) -> Iterator[None]:
-    """A file system in memory of 16 pages."""
+def small_disk(folder: Path, pages: int = 16) -> Iterator[None]:
+    """A file system in memory."""
     folder.mkdir(exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={16 * PAGE}", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={pages * PAGE}", "tmpfs", str(folder)]
     if os.getuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("may not mount a file system")
     try:
