@@ -26,24 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.clients.clients import ROOT, TIMEOUT_S, Run, library_of, run_both, run_script
 from tests.clients.training import LAYERS, LENGTH, VOCAB, llama, take_cpus_for_accelerators, whole_state
 
-DIM = 32
 LAYERWISE = {"auto_wrap_policy": "transformer_based_wrap"}
 Build = Callable[[], nn.Module]
-
-
-class Classifier(nn.Module):
-    """No `_no_split_modules`, no list of layers: what the size policy is for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.body = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM), nn.LayerNorm(DIM))
-        self.head = nn.Linear(DIM, VOCAB)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        logits = self.head(self.body(self.embed(input_ids)))
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 
 def tied_llama() -> nn.Module:
@@ -117,12 +101,6 @@ def test_the_transformer_policy(build: Build, ram_efficient: bool) -> None:
     both.assert_equal()
     assert both.ours[0].notes == both.torch[0].notes
     assert [f"model.layers.{index}" in both.ours[0].notes["units"] for index in range(LAYERS)] == [True] * LAYERS
-
-
-def test_the_size_policy() -> None:
-    both = run_both(train, 2, build=Classifier, auto_wrap_policy="size_based_wrap", min_num_params=2000)
-    both.assert_equal()
-    assert both.ours[0].notes["units"] == ["", "embed", "body", "body.0", "body.2", "head"]
 
 
 def test_activation_checkpointing() -> None:
