@@ -8,7 +8,6 @@ raises. Whatever raises has changed nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,28 +28,15 @@ from tests.helpers.ranks import on_ranks
 
 Api = Any  # `torch.distributed.fsdp` or `fsdp2`
 
-ACCIDENT = "torch's is an accident of its code, some calls later"
+# The wrong call; the model is two linear layers, not sharded yet.
+Make = Callable[[Api, nn.Sequential], Any]
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """`make(api, model)` is the wrong call; `model` is two linear layers, not sharded yet.
-
-    `otherwise`: why the type of our exception is not torch's."""
-
-    name: str
-    make: Callable[[Api, nn.Sequential], Any]
-    otherwise: str = ""
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def sharding(**options: Any) -> Callable[[Api, nn.Sequential], Any]:
+def sharding(**options: Any) -> Make:
     return lambda api, model: api.fully_shard(model, **options)
 
 
-def with_policy(*args: Any, **options: Any) -> Callable[[Api, nn.Sequential], Any]:
+def with_policy(*args: Any, **options: Any) -> Make:
     return lambda api, model: api.fully_shard(model, mp_policy=api.MixedPrecisionPolicy(*args, **options))
 
 
@@ -77,88 +63,72 @@ def on_spmd_mesh(api: Api, model: nn.Sequential) -> Any:
     return api.fully_shard(model, mesh=spmd, dp_mesh_dims=api.DataParallelMeshDims("dp"), reshard_after_forward=3)
 
 
-def sharded(call: Callable[[Any, Api], Any], **options: Any) -> Callable[[Api, nn.Sequential], Any]:
-    """The mistake is a call on a sharded model."""
-    return lambda api, model: call(api.fully_shard(model, **options), api)
-
-
-def on_meta(api: Api, model: nn.Sequential) -> Any:
-    return api.fully_shard(model.to("meta"))(torch.ones(1, 4))
-
-
-ARGUMENTS = [
-    # modules
-    Mistake("module is None", lambda api, model: api.fully_shard(None), ACCIDENT),
-    Mistake("module is a name", lambda api, model: api.fully_shard("model"), ACCIDENT),
-    Mistake("list with a name", lambda api, model: api.fully_shard([model, "head"]), ACCIDENT),
-    Mistake("empty list", lambda api, model: api.fully_shard([]), ACCIDENT),
-    Mistake("ModuleList", lambda api, model: api.fully_shard(nn.ModuleList([model]))),
-    Mistake("ModuleDict", lambda api, model: api.fully_shard(nn.ModuleDict({"a": model}))),
-    Mistake("one module twice", lambda api, model: api.fully_shard([model[0], model[0]])),
-    Mistake("mesh by position", lambda api, model: api.fully_shard(model, mesh(2))),
-    Mistake("unknown option", sharding(sync_module_states=True)),
-    # meshes
-    Mistake("mesh is a list", sharding(mesh=[0, 1]), ACCIDENT),
-    Mistake("mesh is a size", sharding(mesh=2), ACCIDENT),
-    Mistake("mesh is a process group", lambda api, m: api.fully_shard(m, mesh=torch.distributed.group.WORLD), ACCIDENT),
-    Mistake("3-D mesh", lambda api, m: api.fully_shard(m, mesh=mesh(1, 1, 2, names=("a", "b", "c")))),
-    Mistake("2-D mesh without names", lambda api, m: api.fully_shard(m, mesh=mesh(1, 2))),
-    Mistake("dims name nothing", dims(named)),
-    Mistake("dims name no axis of the mesh", dims(named, "fsdp")),
-    Mistake("dims of a mesh without names", dims(lambda: mesh(2), "dp")),
-    Mistake("one axis shards and replicates", dims(named, "dp", "dp"), ACCIDENT),
-    Mistake("dims with plain parameters", dims(named, "dp")),
-    Mistake("dims is a name", lambda api, m: api.fully_shard(m, mesh=named(), dp_mesh_dims="dp"), ACCIDENT),
-    Mistake("dims is a tuple", lambda api, m: api.fully_shard(m, mesh=named(), dp_mesh_dims=("dp",)), ACCIDENT),
-    Mistake("dims hold numbers", dims(named, 0), ACCIDENT),
-    Mistake("int for reshard_after_forward with dims", on_spmd_mesh),
-    # reshard_after_forward
-    *[Mistake(f"reshard_after_forward={x!r}", sharding(reshard_after_forward=x)) for x in (0, -1, 3, 4, 2.0, "yes")],
-    # shard_placement_fn
-    Mistake("placement is no function", sharding(shard_placement_fn=Shard(0)), ACCIDENT),
-    Mistake("placement is a dict", sharding(shard_placement_fn={"weight": Shard(1)}), ACCIDENT),
-    Mistake("placement returns a number", sharding(shard_placement_fn=lambda param: 0)),
-    Mistake("placement returns Replicate", sharding(shard_placement_fn=lambda param: Replicate())),
-    Mistake("placement of a dim too many", sharding(shard_placement_fn=lambda param: Shard(2))),
-    # policies
-    Mistake("mp_policy is a dtype", sharding(mp_policy=torch.bfloat16), ACCIDENT),
-    Mistake("mp_policy is a name", sharding(mp_policy="bf16"), ACCIDENT),
-    Mistake("mp_policy is None", sharding(mp_policy=None), ACCIDENT),
-    Mistake("mp_policy is a dict", sharding(mp_policy={"param_dtype": torch.bfloat16}), ACCIDENT),
-    Mistake(
-        "mp_policy is a class",
-        lambda api, m: api.fully_shard(m, mp_policy=api.MixedPrecisionPolicy),
-        ACCIDENT if TORCH_VERSION >= (2, 15) else "",
+AS_TORCH: dict[str, Make] = {
+    "ModuleList": lambda api, model: api.fully_shard(nn.ModuleList([model])),
+    "ModuleDict": lambda api, model: api.fully_shard(nn.ModuleDict({"a": model})),
+    "one module twice": lambda api, model: api.fully_shard([model[0], model[0]]),
+    "mesh by position": lambda api, model: api.fully_shard(model, mesh(2)),
+    "unknown option": sharding(sync_module_states=True),
+    "3-D mesh": lambda api, m: api.fully_shard(m, mesh=mesh(1, 1, 2, names=("a", "b", "c"))),
+    "2-D mesh without names": lambda api, m: api.fully_shard(m, mesh=mesh(1, 2)),
+    "dims name nothing": dims(named),
+    "dims name no axis of the mesh": dims(named, "fsdp"),
+    "dims of a mesh without names": dims(lambda: mesh(2), "dp"),
+    "dims with plain parameters": dims(named, "dp"),
+    "int for reshard_after_forward with dims": on_spmd_mesh,
+    **{f"reshard_after_forward={x!r}": sharding(reshard_after_forward=x) for x in (0, -1, 3, 4, 2.0, "yes")},
+    "placement returns a number": sharding(shard_placement_fn=lambda param: 0),
+    "placement returns Replicate": sharding(shard_placement_fn=lambda param: Replicate()),
+    "placement of a dim too many": sharding(shard_placement_fn=lambda param: Shard(2)),
+    "cast_forward_inputs='no'": with_policy(cast_forward_inputs="no"),
+    "offload_policy=True": sharding(offload_policy=True),
+    "offload_policy='cpu'": sharding(offload_policy="cpu"),
+    "offload_policy of FSDP1": sharding(offload_policy=torch_fsdp.CPUOffload(True)),
+    "offload_policy is a class": lambda api, m: api.fully_shard(m, offload_policy=api.CPUOffloadPolicy),
+    "pinned memory without accelerator": lambda api, m: api.fully_shard(m, offload_policy=api.CPUOffloadPolicy()),
+    "ignored_params are names": sharding(ignored_params=["weight"]),
+    "ignored_params is a parameter": lambda api, m: api.fully_shard(m, ignored_params=m[0].weight),
+    "ignored_params are modules": lambda api, m: api.fully_shard(m, ignored_params={m[0]}),
+    "ignored_params are named_parameters()": lambda api, m: api.fully_shard(
+        m, ignored_params=dict(m.named_parameters())
     ),
-    Mistake("mp_policy of FSDP1", sharding(mp_policy=torch_fsdp.MixedPrecision(torch.bfloat16)), ACCIDENT),
-    *[
-        Mistake(f"{field}={value!r}", with_policy(**{field: value}), ACCIDENT)
+}
+# Torch's type is an accident of its code, some calls later.
+OTHERWISE: dict[str, Make] = {
+    "module is None": lambda api, model: api.fully_shard(None),
+    "module is a name": lambda api, model: api.fully_shard("model"),
+    "list with a name": lambda api, model: api.fully_shard([model, "head"]),
+    "empty list": lambda api, model: api.fully_shard([]),
+    "mesh is a list": sharding(mesh=[0, 1]),
+    "mesh is a size": sharding(mesh=2),
+    "mesh is a process group": lambda api, m: api.fully_shard(m, mesh=torch.distributed.group.WORLD),
+    "one axis shards and replicates": dims(named, "dp", "dp"),
+    "dims is a name": lambda api, m: api.fully_shard(m, mesh=named(), dp_mesh_dims="dp"),
+    "dims is a tuple": lambda api, m: api.fully_shard(m, mesh=named(), dp_mesh_dims=("dp",)),
+    "dims hold numbers": dims(named, 0),
+    "placement is no function": sharding(shard_placement_fn=Shard(0)),
+    "placement is a dict": sharding(shard_placement_fn={"weight": Shard(1)}),
+    "mp_policy is a dtype": sharding(mp_policy=torch.bfloat16),
+    "mp_policy is a name": sharding(mp_policy="bf16"),
+    "mp_policy is None": sharding(mp_policy=None),
+    "mp_policy is a dict": sharding(mp_policy={"param_dtype": torch.bfloat16}),
+    "mp_policy of FSDP1": sharding(mp_policy=torch_fsdp.MixedPrecision(torch.bfloat16)),
+    **{
+        f"{field}={value!r}": with_policy(**{field: value})
         for field in ("param_dtype", "reduce_dtype", "output_dtype")
         for value in ("bf16", 16, torch.int8, torch.bool, torch.tensor(1.0))
-    ],
-    Mistake("cast_forward_inputs='no'", with_policy(cast_forward_inputs="no")),
-    Mistake("offload_policy=True", sharding(offload_policy=True)),
-    Mistake("offload_policy='cpu'", sharding(offload_policy="cpu")),
-    Mistake("offload_policy of FSDP1", sharding(offload_policy=torch_fsdp.CPUOffload(True))),
-    Mistake("offload_policy is a class", lambda api, m: api.fully_shard(m, offload_policy=api.CPUOffloadPolicy)),
-    Mistake("pin_memory='no'", lambda api, m: api.fully_shard(m, offload_policy=api.CPUOffloadPolicy("no")), ACCIDENT),
-    Mistake(
-        "pinned memory without accelerator", lambda api, m: api.fully_shard(m, offload_policy=api.CPUOffloadPolicy())
-    ),
-    # ignored_params
-    Mistake("ignored_params are names", sharding(ignored_params=["weight"])),
-    Mistake("ignored_params is a name", sharding(ignored_params="weight"), ACCIDENT),
-    Mistake("ignored_params is a parameter", lambda api, m: api.fully_shard(m, ignored_params=m[0].weight)),
-    Mistake("ignored_params are modules", lambda api, m: api.fully_shard(m, ignored_params={m[0]})),
-    Mistake(
-        "ignored_params are named_parameters()",
-        lambda api, m: api.fully_shard(m, ignored_params=dict(m.named_parameters())),
-    ),
-]
-CALLS = [
-    Mistake("still on meta", on_meta),
-    Mistake("custom all-gather and memory of the group", sharded(lambda m, api: custom_and_memory(m))),
-]
+    },
+    "pin_memory='no'": lambda api, m: api.fully_shard(m, offload_policy=api.CPUOffloadPolicy("no")),
+    "ignored_params is a name": sharding(ignored_params="weight"),
+}
+(OTHERWISE if TORCH_VERSION >= (2, 15) else AS_TORCH)["mp_policy is a class"] = lambda api, m: api.fully_shard(
+    m, mp_policy=api.MixedPrecisionPolicy
+)
+ARGUMENTS = AS_TORCH | OTHERWISE
+CALLS: dict[str, Make] = {
+    "still on meta": lambda api, m: api.fully_shard(m.to("meta"))(torch.ones(1, 4)),
+    "custom all-gather and memory of the group": lambda api, m: custom_and_memory(api.fully_shard(m)),
+}
 
 
 def custom_and_memory(model: Any) -> None:
@@ -170,39 +140,36 @@ def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def outcome(api: Api, mistake: Mistake) -> BaseException | None:
+def outcome(api: Api, make: Make) -> BaseException | None:
     model = two_layers()
     try:
-        mistake.make(api, model)
+        make(api, model)
         model(torch.ones(1, 4)).sum().backward()
     except Exception as error:
         return error
     return None
 
 
-def problem_of(mistake: Mistake, torchs: BaseException | None, ours: BaseException | None) -> str:
+def problem_of(name: str, torchs: BaseException | None, ours: BaseException | None) -> str:
     if ours is None:
         return "no error here"
     if TORCH_VERSION < (2, 13) and isinstance(torchs, AttributeError):
         return ""  # torch's class has no such method yet
     if not isinstance(ours, FSDPError) and not (isinstance(ours, TypeError) and isinstance(torchs, TypeError)):
         return f"an error that is not ours: {ours!r}"
-    if torchs is not None and not mistake.otherwise and not isinstance(ours, type(torchs)):
+    if torchs is not None and isinstance(ours, type(torchs)) == (name in OTHERWISE):
         return f"torch raises {torchs!r}, here {ours!r}"
-    if mistake.otherwise and isinstance(ours, type(torchs)):
-        return f"not otherwise than torch's: {torchs!r}"
     return ""
 
 
 @on_ranks(2)
 def test_each_mistake_is_an_error_of_torchs_type(rank: int, world_size: int) -> None:
     """Behaviour 2, 8, 19, 106, 136, 181, 183, 186: see `ARGUMENTS` and `CALLS`; helpers/parity_rows.py has others."""
-    problems = []
-    for mistake in ARGUMENTS + CALLS:
-        problem = problem_of(mistake, outcome(torch_fsdp, mistake), outcome(fsdp2, mistake))
-        if problem:
-            problems.append(f"{mistake}: {problem}")
-    assert not problems, "\n".join(problems)
+    mistakes = ARGUMENTS | CALLS
+    problems = {
+        name: problem_of(name, outcome(torch_fsdp, make), outcome(fsdp2, make)) for name, make in mistakes.items()
+    }
+    assert not any(problems.values()), {name: problem for name, problem in problems.items() if problem}
 
 
 def everything(model: nn.Module) -> list[Any]:
@@ -221,15 +188,15 @@ def everything(model: nn.Module) -> list[Any]:
 @on_ranks(2)
 def test_a_wrong_argument_changes_nothing(rank: int, world_size: int) -> None:
     problems = []
-    for mistake in ARGUMENTS:
-        if mistake.name == "int for reshard_after_forward with dims":
+    for name, make in ARGUMENTS.items():
+        if name == "int for reshard_after_forward with dims":
             continue  # the model is distributed before
         model = two_layers()
         before = everything(model)
         with pytest.raises(Exception):  # noqa: B017 - which one is the other test's
-            mistake.make(fsdp2, model)
+            make(fsdp2, model)
         if everything(model) != before:
-            problems.append(mistake.name)
+            problems.append(name)
     assert not problems, problems
 
 
