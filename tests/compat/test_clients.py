@@ -1,5 +1,5 @@
 """Those parts of torch that ask about FSDP2 modules, while `fsdp2.compat` is installed: pipelining, composable
-`replicate`; and private objects of torch's that torchtitan, axolotl and others use.
+`replicate`, Dynamo; and private objects of torch's that torchtitan, axolotl and others use.
 
 One job of two ranks makes all checks: each runs first on torch's FSDP2, then, installed, on fsdp2, and the two must
 agree. It is a process of its own because `install` must come before any client's imports.
@@ -191,6 +191,22 @@ def states_that_trainers_look_for(rank: int) -> Any:
     numbers += [step(model, rank), forms()]
     numbers += [states[0]._fsdp_param_group is None, before, str(states[1]._mp_policy.param_dtype), found]
     return numbers, after_forward, [info.shard_mesh_size, info.shard_mesh_dim, info.mesh.size()]
+
+
+@check
+def compiled_blocks(rank: int) -> Any:
+    """Dynamo takes the modules for managed ones: as many graphs as with torch's, and the same numbers."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    model = sharded()
+    backend = CompileCounterWithBackend("aot_eager")
+    for block in model:
+        block.compile(backend=backend)
+    numbers = [step(model, rank, seed) for seed in range(2)]
+    managed = [vars(each)["_is_fsdp_managed_module"] for each in model.modules()]
+    torch.compiler.reset()
+    return backend.frame_count, numbers, managed
 
 
 # --- the job ----------------------------------------------------------------------------------------------------------
