@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,6 +232,17 @@ def test_a_manifest_that_could_not_be_read_is_not_written(rank: int, world_size:
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_system_that_does_not_tell_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FUSE without statfs reports zeros."""
+    zeros = SimpleNamespace(f_bavail=0, f_blocks=0, f_frsize=512, f_bsize=512)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: zeros)
+    save(tmp_path / "a", 1.0)
+    assert value_at(tmp_path / "a") == 1.0
+    zeros.f_blocks = 1000
+    with pytest.raises(OSError, match="bytes are needed, 0 are free"):
+        save(tmp_path / "b", 1.0)
 
 
 def unreadable(patch: pytest.MonkeyPatch, *files: Path) -> None:
