@@ -22,27 +22,11 @@ from fsdp2 import ZeroPolicy, fully_shard
 from tests.helpers.meshes import shared_mesh
 from tests.helpers.parity_models import local, shard_like
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-    torch.complex64,
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-]
+NAMES = (
+    "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex64 "
+    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+)
+DTYPES: list[torch.dtype] = [getattr(torch, name) for name in NAMES.split()]
 
 by_form = pytest.mark.parametrize("options", [{}, {"consolidated": True}], ids=["ranks", "consolidated"])
 
