@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2.checkpoint import RandomState, checkpoints, convert, latest, load, prune, save, verify
+from fsdp2.checkpoint import RandomState, checkpoints, convert, describe, latest, load, prune, save, verify
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.checkpoint.storage.local import LocalStorage
@@ -157,6 +157,41 @@ def test_what_is_refused(tmp_path: Path) -> None:
         load(run, model=model)
     with pytest.raises(OSError, match="forbidden"):
         save(f"{run}/forbidden", model=model)
+
+
+def test_a_request_that_fails_is_sent_again(tmp_path: Path) -> None:
+    """One of many was not answered, and a save of an hour had failed. (With the real client: test_slow_remote.py)"""
+    failed: set[str] = set()
+
+    def fails_once(key: str) -> None:
+        if key not in failed:
+            failed.add(key)
+            raise ConnectionError("reset by peer")
+
+    Bucket.before_put.append(fails_once)
+    save(bucket(tmp_path), model={"w": torch.ones(2)}, step=1)
+    assert {*Bucket.puts} == failed
+    load(latest(bucket(tmp_path)) or "", model={"w": torch.zeros(2)})
+
+
+def test_files_stay_for_the_next_try_if_an_upload_failed(tmp_path: Path) -> None:
+    """They were deleted, and sent again: hours on a slow link."""
+    run = bucket(tmp_path)
+    model, optimizer = trained()
+
+    def fail(key: str) -> None:
+        if "optimizer" in key:
+            raise OSError("no room")
+
+    Bucket.before_put.append(fail)
+    with pytest.raises(OSError, match="no room"):
+        save(run, model=model, optimizer=optimizer, step=1)
+    (sent,) = (name for name in names_in(run, 1) if name.startswith("model-rank-"))
+    Bucket.before_put.clear()
+    Bucket.puts.clear()
+    save(run, model=model, optimizer=optimizer, step=1)
+    assert f"step-00000001/{sent}" not in Bucket.puts
+    assert sent in describe(f"{run}/step-00000001").files
 
 
 def names_in(run: str, step: int) -> list[str]:
