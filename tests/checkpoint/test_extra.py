@@ -286,7 +286,7 @@ def test_how_deep_values_may_be_nested(tmp_path: Path) -> None:
 
     checkpoint.save(tmp_path / "a", extra={"deep": nested(30)})
     assert checkpoint.load(tmp_path / "a").extra["deep"] == nested(30)
-    with pytest.raises(CheckpointError, match=r"nothing is saved.*nested more than 100 levels"):
+    with pytest.raises(CheckpointError, match=r"nothing was saved.*nested more than 100 levels"):
         checkpoint.save(tmp_path / "b", extra={"deep": nested(38)})
     with pytest.raises(ArgumentError, match="nested more than 40 levels"):
         checkpoint.save(tmp_path / "b", extra={"deep": nested(42)})
