@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from fsdp2.optim import MatrixOptimizer, matrix_optimizer
 from tests.helpers.parity_models import full
 from tests.helpers.tp_models import mesh_of
 
@@ -76,6 +77,13 @@ def sharded(values: Sequence[Tensor], layout: Layout | None = None) -> list[nn.P
 
 def params_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def muon_pair(values: Sequence[Tensor] | None = None, **options: Any) -> tuple[torch.optim.Optimizer, MatrixOptimizer]:
+    """In one process, and on all ranks."""
+    values, options = values or values_of(), {"lr": 0.1, **options}
+    plain = torch.optim.Muon([nn.Parameter(each.clone()) for each in values], **options)
+    return plain, matrix_optimizer(torch.optim.Muon, sharded(values), **options)
 
 
 def train(optimizer: torch.optim.Optimizer, steps: range, missing: Collection[tuple[int, int]] = ()) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import inf, nan
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing import assert_close
 
@@ -23,8 +23,7 @@ from tests.helpers.parity_models import Layers, batch, full, mesh_2d, shard_bloc
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import mesh_of
 
-CPU = [torch.profiler.ProfilerActivity.CPU]
-NORMS = [1, 2, 3, 0.5, inf, -inf]
+NORMS = [2, 1, inf, 3, 0.5, -inf]
 SHAPES = [(8, 3), (5, 2), (1, 4), (3,)]  # 4 ranks: even; uneven with one empty; only one rank has rows; one empty
 
 
@@ -47,17 +46,6 @@ def plain_clip(wholes: Sequence[Tensor], max_norm: float, norm_type: float) -> t
     return norm, [param.grad for param in params]
 
 
-@contextmanager
-def all_reduces() -> Iterator[list[int]]:
-    """The number of elements of each all-reduce, however it is called."""
-    numels: list[int] = []
-    with torch.profiler.profile(record_shapes=True, acc_events=True, activities=CPU) as log:
-        yield numels
-    for event in log.events():
-        if event.name in ("c10d::allreduce_", "_c10d_functional::all_reduce"):
-            numels.append(1)
-
-
 def check(params: Sequence[nn.Parameter], wholes: Sequence[Tensor], norm_type: float, num_all_reduces: int) -> None:
     """Clip to half and to twice of what torch's norm is in one process, and compare with that."""
     for part in (0.5, 2.0):
@@ -65,9 +53,9 @@ def check(params: Sequence[nn.Parameter], wholes: Sequence[Tensor], norm_type: f
         expected, grads = plain_clip(wholes, limit, norm_type)
         for param, whole in zip(params, wholes, strict=True):
             param.grad = parameter(whole, *layout_of(param)).grad
-        with all_reduces() as calls:
+        with CommDebugMode() as seen:
             norm = clip_grad_norm_(params, limit, norm_type)
-        assert len(calls) == num_all_reduces
+        assert seen.get_total_counts() == num_all_reduces
         assert type(norm) is Tensor and norm.shape == ()
         assert_close(norm, expected)
         for param, grad in zip(params, grads, strict=True):
@@ -81,21 +69,52 @@ def layout_of(param: Tensor) -> tuple[Any, ...]:
     return (param.device_mesh, param.placements) if isinstance(param, DTensor) else ()
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("norm_type", NORMS)
-def test_fsdp(rank: int, world_size: int, norm_type: float) -> None:
-    """Behaviour 171: 1-D, with uneven and empty shards (which torch's inf-norm cannot take): one all-reduce."""
-    mesh = mesh_of((world_size,), ("shard",))
-    wholes = [values(shape, seed) for seed, shape in enumerate(SHAPES)]
-    check([parameter(whole, mesh, [Shard(0)]) for whole in wholes], wholes, norm_type, 1)
-
-
 @on_ranks(4)
-@pytest.mark.parametrize("norm_type", NORMS)
-def test_hsdp(rank: int, world_size: int, norm_type: float) -> None:
-    """Behaviour 171: replicas count once; one all-reduce, where torch has one for each mesh axis."""
-    wholes = [values(shape, seed) for seed, shape in enumerate(SHAPES)]
-    check([parameter(whole, mesh_2d(2, 2), [Replicate(), Shard(0)]) for whole in wholes], wholes, norm_type, 1)
+def test_layouts(rank: int, world_size: int) -> None:
+    """Behaviour 171: every element counts once, whatever the meshes; one all-reduce where one group has all ranks."""
+    line, square, tp = mesh_of((4,), ("shard",)), mesh_of((2, 2), ("ep", "fsdp")), mesh_of((2, 2), ("dp", "tp"))
+    all_tp = mesh_of((1, 4), ("dp", "tp"))
+    cases: dict[str, tuple[int, list[Any]]] = {
+        "uneven and empty shards, of which torch cannot take the inf-norm": (
+            1,
+            [(shape, line, [Shard(0)]) for shape in SHAPES],
+        ),
+        "replicas": (1, [(shape, mesh_2d(2, 2), [Replicate(), Shard(0)]) for shape in SHAPES]),
+        "several meshes over the same ranks, which torch refuses": (
+            1,
+            [
+                ((8, 3), line, [Shard(0)]),
+                ((5, 2), square, [Replicate(), Shard(0)]),
+                ((4, 6), square, [Shard(0), Shard(1)]),
+                ((3, 5), square, [Shard(1), Replicate()]),
+                ((), line, [Replicate()]),
+                ((7,),),
+            ],
+        ),
+        "submeshes: nothing says that ranks of the other axis hold the same": (
+            2,
+            [
+                ((5, 2), tp["dp"], [Shard(0)]),
+                ((4, 3), tp["tp"], [Shard(1)]),
+                ((3,), tp["dp"], [Replicate()]),
+                ((7,),),
+            ],
+        ),
+        "all ranks are tensor parallel: what is not split was counted on each of them": (
+            1,
+            [
+                ((4, 6), all_tp, [Replicate(), Shard(0)]),
+                ((4, 6), all_tp["dp"], [Shard(0)]),
+                ((4, 6), all_tp["tp"], [Shard(1)]),
+                ((4, 6),),
+            ],
+        ),
+    }
+    for num_all_reduces, layouts in cases.values():
+        wholes = [values(shape, seed) for seed, (shape, *_) in enumerate(layouts)]
+        params = [parameter(whole, *layout) for whole, (_, *layout) in zip(wholes, layouts, strict=True)]
+        for norm_type in NORMS:
+            check(params, wholes, norm_type, num_all_reduces)
 
 
 @on_ranks(2, 4)
@@ -112,25 +131,6 @@ def test_same_as_torch_through_dtensors(rank: int, world_size: int, norm_type: f
         norm = clip(model.parameters(), 0.1, norm_type)
         results.append((full(norm), [full(param.grad) for param in model.parameters()]))
     assert_close(results[1], results[0])
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("norm_type", NORMS)
-def test_several_meshes(rank: int, world_size: int, norm_type: float) -> None:
-    """Behaviour 171: parameters on several meshes over the same ranks (experts), a replicated 0-dim one, a plain one.
-    torch refuses; here the world is the one group, and each element counts once."""
-    line, square = mesh_of((4,), ("shard",)), mesh_of((2, 2), ("ep", "fsdp"))
-    layouts: list[tuple[Any, ...]] = [
-        (line, [Shard(0)]),
-        (square, [Replicate(), Shard(0)]),
-        (square, [Shard(0), Shard(1)]),
-        (square, [Shard(1), Replicate()]),
-        (line, [Replicate()]),
-        (),
-    ]
-    wholes = [values(shape, seed) for seed, shape in enumerate([(8, 3), (5, 2), (4, 6), (3, 5), (), (7,)])]
-    params = [parameter(whole, *layout) for whole, layout in zip(wholes, layouts, strict=True)]
-    check(params, wholes, norm_type, 1)
 
 
 @on_ranks(4)
@@ -153,9 +153,9 @@ def test_tensor_parallel(rank: int, world_size: int, norm_type: float) -> None:
         params.append(nn.Parameter(torch.zeros_like(grad)))
         params[-1].grad = grad
     expected, grads = plain_clip(wholes, 0.1, norm_type)
-    with all_reduces() as calls:
+    with CommDebugMode() as seen:
         norm = clip_grad_norm_(params, 0.1, norm_type)
-    assert len(calls) == 1
+    assert seen.get_total_counts() == 1
     assert_close(norm, expected)
     assert_close([full(param.grad) for param in params], grads)
 
@@ -172,17 +172,6 @@ def test_ranks_apart(rank: int, world_size: int, norm_type: float) -> None:
     expected, grads = plain_clip(wholes, 0.1, norm_type)
     assert_close(clip_grad_norm_(params, 0.1, norm_type), expected)
     assert_close([full(param.grad) for param in params], grads)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("norm_type", NORMS)
-def test_groups_that_no_group_covers(rank: int, world_size: int, norm_type: float) -> None:
-    """Parameters on submeshes of (dp, tp), each cut along one axis only: nothing says that the ranks of the other axis
-    hold the same, so each is added up over its own axis: two all-reduces."""
-    mesh = mesh_of((2, 2), ("dp", "tp"))
-    layouts: list[Any] = [(mesh["dp"], [Shard(0)]), (mesh["tp"], [Shard(1)]), (mesh["dp"], [Replicate()]), ()]
-    wholes = [values(shape, seed) for seed, shape in enumerate([(5, 2), (4, 3), (3,), (7,)])]
-    check([parameter(w, *layout) for w, layout in zip(wholes, layouts, strict=True)], wholes, norm_type, 2)
 
 
 @on_ranks(2)
@@ -255,9 +244,9 @@ def test_in_two_halves(rank: int, world_size: int, foreach: bool) -> None:
     mesh = mesh_of((2,), ("shard",))
     params = [parameter(values((4, 2), 0), mesh, [Shard(0)]), nn.Parameter(torch.ones(2))]
     norm = get_total_norm([params[0].grad], foreach=foreach)
-    with all_reduces() as calls:
+    with CommDebugMode() as seen:
         clip_grads_with_norm_(params, 0.5, 2 * norm, foreach)
-    assert not calls
+    assert not seen.get_total_counts()
     assert_close(full(params[0].grad), values((4, 2), 0) * 0.25 / norm)
 
 
@@ -281,25 +270,10 @@ def test_unknown_norms(norm_type: float) -> None:
 
 @on_ranks(2)
 def test_a_clipped_model_can_be_moved(rank: int, world_size: int) -> None:
-    """A user clips, then calls `model.to`: torch swaps the parameters, which no weak reference may hold.
-
-    The list of clipped parameters was remembered by a weak reference to its first, and `to` raised "_apply(): Couldn't
-    swap Linear.weight".
-    """
+    """torch swaps the parameters, which no weak reference may hold: `to` raised after a clip."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     fsdp2.fully_shard(model)
     model(torch.ones(2, 6)).sum().backward()
     fsdp2.clip_grad_norm_(model.parameters(), 0.05)
     model.to(torch.float64)
     assert all(param.dtype == torch.float64 for param in model.parameters())
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("norm_type", NORMS)
-def test_data_parallel_axis_of_one_rank(rank: int, world_size: int, norm_type: float) -> None:
-    """All ranks are tensor parallel. What is not split (norms, an embedding) is on the mesh of this rank alone, and
-    equal on the others. It was counted on each of them: the norm was up to sqrt(2) times too large on two ranks."""
-    mesh = mesh_of((1, world_size), ("dp", "tp"))
-    layouts: list[Any] = [(mesh, [Replicate(), Shard(0)]), (mesh["dp"], [Shard(0)]), (mesh["tp"], [Shard(1)]), ()]
-    wholes = [values((4, 6), seed) for seed in range(len(layouts))]
-    check([parameter(whole, *layout) for whole, layout in zip(wholes, layouts, strict=True)], wholes, norm_type, 1)

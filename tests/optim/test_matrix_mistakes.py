@@ -1,4 +1,4 @@
-"""`matrix_optimizer`: gradients that are missing, ranks and optimizers that do not fit, groups that change."""
+"""`matrix_optimizer`: gradients that are missing on some ranks; ranks, optimizers and states that do not fit."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.helpers.matrix_optimizers import (
     SHAPES,
     Shampoo,
     assert_same,
+    muon_pair,
     params_in,
     set_grads,
     sharded,
@@ -25,15 +26,10 @@ from tests.helpers.matrix_optimizers import (
 from tests.helpers.ranks import on_ranks
 
 
-def muon(values: list[Tensor], **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.Muon([nn.Parameter(each) for each in values], lr=0.1, **options)
-
-
 @on_ranks(3, 2, 4)
 def test_gradients_missing_on_some_ranks(rank: int, world_size: int) -> None:
     """They count as zeros there, also before the first step; nobody waits for a message that is not sent."""
-    plain = torch.optim.Muon([nn.Parameter(each) for each in values_of()], lr=0.1)
-    optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.1)
+    plain, optimizer = muon_pair()
     for step in range(3):
         for each in (plain, optimizer):
             set_grads(each, step)
@@ -47,58 +43,6 @@ def test_gradients_missing_on_some_ranks(rank: int, world_size: int) -> None:
         for each in (plain, optimizer):
             each.step()
     assert_same(optimizer, plain)
-
-
-@on_ranks(2)
-def test_no_gradient_at_all(rank: int, world_size: int) -> None:
-    """Nothing is stepped: no weight decay, no state."""
-    optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.1)
-    optimizer.step()
-    assert not optimizer.state
-    assert_same(optimizer, muon(values_of()))
-
-
-@on_ranks(2)
-def test_frozen_parameters(rank: int, world_size: int) -> None:
-    """They do not travel, and their states stay until they are trained again."""
-    plain = torch.optim.Muon([nn.Parameter(each) for each in values_of()], lr=0.1)
-    optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.1)
-    for each in (plain, optimizer):
-        train(each, range(1))
-        for frozen in (True, False):
-            for param in params_in(each)[:3]:
-                param.requires_grad_(not frozen)
-            train(
-                each, range(1, 3), missing={(step, index) for step in range(3) for index in range(3)} if frozen else ()
-            )
-    assert_same(optimizer, plain)
-
-
-@on_ranks(2)
-def test_added_groups(rank: int, world_size: int) -> None:
-    plain = muon(values_of()[:3])
-    optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()[:3]), lr=0.1)
-    for each in (plain, optimizer):
-        train(each, range(1))
-    plain.add_param_group({"params": [nn.Parameter(each) for each in values_of()[3:]], "lr": 0.5})
-    optimizer.add_param_group({"params": sharded(values_of()[3:]), "lr": 0.5})
-    for each in (plain, optimizer):
-        train(each, range(1, 3))
-    assert_same(optimizer, plain)
-
-
-@on_ranks(2)
-def test_16_bit(rank: int, world_size: int) -> None:
-    """Parameters in bf16, and gradients in another dtype than parameters."""
-    for dtype, grad_dtype in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)):
-        values = [each.to(dtype) for each in values_of()]
-        plain = muon(values)
-        optimizer = matrix_optimizer(torch.optim.Muon, sharded(values), lr=0.1)
-        for each in (plain, optimizer):
-            for param in params_in(each):
-                param.grad_dtype = grad_dtype
-            train(each, range(2))
-        assert_same(optimizer, plain)
 
 
 @on_ranks(2, 3)

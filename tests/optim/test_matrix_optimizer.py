@@ -20,6 +20,7 @@ from tests.helpers.matrix_optimizers import (
     Shampoo,
     assert_same,
     layouts,
+    muon_pair,
     params_in,
     set_grads,
     sharded,
@@ -32,6 +33,7 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import mesh_of
 
 KINDS = {"Muon": torch.optim.Muon, "Shampoo": Shampoo}
+Pair = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
 
 
 def in_one_process(kind: Any, steps: int, missing: Any = ()) -> torch.optim.Optimizer:
@@ -53,23 +55,17 @@ def test_as_in_one_process(rank: int, world_size: int, kind: str) -> None:
         assert_same(optimizer, plain)
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("options", [{"adjust_lr_fn": "match_rms_adamw"}, {"lr": torch.tensor(0.05)}])
-def test_options_of_muon(rank: int, world_size: int, options: dict[str, Any]) -> None:
+def options_of_muon(optimizers: Pair) -> Pair:
     """The adjusted learning rate is that of the whole shape. With the local one it is smaller, and no error says so."""
-    plain = torch.optim.Muon([nn.Parameter(each) for each in values_of()], **options)
-    optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()), **options)
-    for each in (plain, optimizer):
+    optimizers = muon_pair(adjust_lr_fn="match_rms_adamw", lr=torch.tensor(0.05))
+    for each in optimizers:
         train(each, range(2))
-    assert_same(optimizer, plain)
+    return optimizers
 
 
-@on_ranks(2, 3)
-def test_grad_scaler(rank: int, world_size: int) -> None:
+def scaled(optimizers: Pair) -> Pair:
     """A step is left out on every rank, where one element of a gradient, on one rank, is infinite."""
-    plain = torch.optim.Muon([nn.Parameter(each) for each in values_of()], lr=0.1)
-    optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.1)
-    for each in (plain, optimizer):
+    for each in optimizers:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for step in range(3):
             scale = scaler.scale(torch.ones(()))
@@ -79,27 +75,91 @@ def test_grad_scaler(rank: int, world_size: int) -> None:
             scaler.step(each)
             scaler.update()
         assert scaler.get_scale() == 2.0
-    assert_same(optimizer, plain)
+    return optimizers
+
+
+def closure(optimizers: Pair) -> Pair:
+    """It is called once, with gradients enabled, before anything is sent."""
+    for each in optimizers:
+        losses = []
+
+        def loss(each: Any = each, losses: list[float] = losses) -> float:
+            assert torch.is_grad_enabled()
+            set_grads(each, len(losses))
+            losses.append(0.5)
+            return losses[-1]
+
+        assert each.step(loss) == each.step(loss) == 0.5 and len(losses) == 2
+    return optimizers
+
+
+def frozen(optimizers: Pair) -> Pair:
+    """Frozen parameters do not travel, and their states stay until they are trained again."""
+    for each in optimizers:
+        train(each, range(1))
+        for is_frozen in (True, False):
+            for param in params_in(each)[:3]:
+                param.requires_grad_(not is_frozen)
+            missing = [(step, index) for step in range(3) for index in range(3)] if is_frozen else []
+            train(each, range(1, 3), missing)
+    return optimizers
+
+
+def added_group(optimizers: Pair) -> Pair:
+    optimizers = plain, optimizer = muon_pair(values_of()[:3])
+    for each in optimizers:
+        train(each, range(1))
+    plain.add_param_group({"params": [nn.Parameter(each) for each in values_of()[3:]], "lr": 0.5})
+    optimizer.add_param_group({"params": sharded(values_of()[3:]), "lr": 0.5})
+    for each in optimizers:
+        train(each, range(1, 3))
+    return optimizers
+
+
+def bf16(optimizers: Pair) -> Pair:
+    optimizers = muon_pair([each.bfloat16() for each in values_of()])
+    for each in optimizers:
+        train(each, range(2))
+    return optimizers
+
+
+def bf16_gradients(optimizers: Pair) -> Pair:
+    for each in optimizers:
+        for param in params_in(each):
+            param.grad_dtype = torch.bfloat16
+        train(each, range(2))
+    return optimizers
+
+
+def changed_from_outside(optimizers: Pair) -> Pair:
+    """What a user or a checkpoint writes into shards and state between steps takes effect in the next one."""
+    for each in optimizers:
+        train(each, range(2))
+        with torch.no_grad():
+            params_in(each)[0].mul_(0.5)
+            params_in(each)[1].data.mul_(0.25)
+            each.state[params_in(each)[2]]["momentum_buffer"].zero_()
+        del each.state[params_in(each)[3]]
+        train(each, range(2, 4))
+    return optimizers
+
+
+def nothing(optimizers: Pair) -> Pair:
+    """Without gradients nothing is stepped: no weight decay, no state."""
+    optimizers[1].step()
+    assert not optimizers[1].state
+    return optimizers
+
+
+PROGRAMS = [options_of_muon, scaled, closure, frozen, added_group, bf16, bf16_gradients, changed_from_outside, nothing]
 
 
 @on_ranks(2, 3)
-def test_closure(rank: int, world_size: int) -> None:
-    """It is called once, with gradients enabled, before anything is sent."""
-    plain = torch.optim.Muon([nn.Parameter(each) for each in values_of()], lr=0.1)
-    optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.1)
-    for each in (plain, optimizer):
-        for step in range(2):
-            losses = []
-
-            def closure(each: Any = each, step: int = step, losses: list[float] = losses) -> float:
-                assert torch.is_grad_enabled()
-                set_grads(each, step)
-                losses.append(0.5)
-                return losses[-1]
-
-            assert each.step(closure) == 0.5
-            assert len(losses) == 1
-    assert_same(optimizer, plain)
+def test_programs(rank: int, world_size: int) -> None:
+    """Bit for bit as in one process."""
+    for program in PROGRAMS:
+        plain, optimizer = program(muon_pair())
+        assert_same(optimizer, plain)
 
 
 class Net(nn.Module):

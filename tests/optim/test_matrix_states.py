@@ -28,6 +28,7 @@ from tests.helpers.matrix_optimizers import (
     Layout,
     Shampoo,
     assert_same,
+    muon_pair,
     params_in,
     sharded,
     train,
@@ -178,8 +179,7 @@ def test_full_state_dict(rank: int, world_size: int) -> None:
 def test_state_dict_of_its_own_and_of_one_process(rank: int, world_size: int) -> None:
     """`load_state_dict` goes by position: the same on all ranks, so each state finds its parameter; groups that were
     made otherwise are an error (microsoft/dion issue 109)."""
-    plain = torch.optim.Muon([nn.Parameter(each) for each in values_of()], lr=0.1)
-    first = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.1)
+    plain, first = muon_pair()
     for each in (plain, first):
         train(each, range(2))
     for saved in (first.state_dict(), plain.state_dict()):
@@ -236,22 +236,6 @@ def test_loaded_states_keep_their_dtypes(rank: int, world_size: int, how: str) -
         train(each, range(2, 4))
     for one, other in zip(snapshot(first), snapshot(later), strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
-
-
-@on_ranks(2)
-def test_parameters_and_states_from_outside_count(rank: int, world_size: int) -> None:
-    """What a user or a checkpoint writes into shards and state between steps takes effect in the next one."""
-    plain = torch.optim.Muon([nn.Parameter(each) for each in values_of()], lr=0.1)
-    optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.1)
-    for each in (plain, optimizer):
-        train(each, range(2))
-        with torch.no_grad():
-            params_in(each)[0].mul_(0.5)
-            params_in(each)[1].data.mul_(0.25)
-            each.state[params_in(each)[2]]["momentum_buffer"].zero_()
-        del each.state[params_in(each)[3]]
-        train(each, range(2, 4))
-    assert_same(optimizer, plain)
 
 
 @on_ranks(2)

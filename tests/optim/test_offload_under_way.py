@@ -3,7 +3,6 @@ have two dtypes, gradients with other placements."""
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import fsdp2
 from fsdp2 import Offload, checkpoint, offload_optimizer
-from fsdp2.optim import local_optimizer
-from tests.helpers.background import Gate, pending
+from tests.helpers.offloaded import Gate, optimizer_for, pending, step_late
 from tests.helpers.optimizers import assert_same
 from tests.helpers.parity_models import batch
 from tests.helpers.ranks import on_ranks
@@ -34,11 +32,6 @@ def stack(policy: Offload | None, **options: Any) -> Any:
     for layer in model:
         fsdp2.fully_shard(layer, **options)
     return fsdp2.fully_shard(model, **options)
-
-
-def optimizer_for(model: Any, policy: Offload | None) -> Any:
-    make: Any = local_optimizer if policy is None else offload_optimizer
-    return make(torch.optim.Adam, model.parameters(), lr=1e-2)
 
 
 class Interrupted:
@@ -64,11 +57,9 @@ def test_a_wait_is_interrupted(rank: int, world_size: int, tmp_path: Path) -> No
     results = []
     for policy in (Offload(), None):
         model = stack(policy)
-        optimizer = optimizer_for(model, policy)
-        gate = Gate()
+        optimizer = optimizer_for(model.parameters(), policy)
         model(batch(0, rank)).square().mean().backward()
-        if policy is None:
-            gate.opens.set()
+        gate = Gate()
         optimizer.step()
         if policy is not None:
             for part in optimizer._known.parts.values():
@@ -76,7 +67,7 @@ def test_a_wait_is_interrupted(rank: int, world_size: int, tmp_path: Path) -> No
                 with pytest.raises(KeyboardInterrupt):
                     part.params[0].norm()
             assert len(pending(model)) == 4
-        threading.Timer(0.05, gate.opens.set).start()
+        gate.open_soon()
         saved = {name: param.full_tensor() for name, param in model.named_parameters()}
         results.append((saved, optimizer))
     for name, value in results[0][0].items():
@@ -90,14 +81,10 @@ def test_the_model_zeroes_gradients(rank: int, world_size: int) -> None:
     results = []
     for policy in (Offload(), None):
         model = stack(policy)
-        optimizer = optimizer_for(model, policy)
+        optimizer = optimizer_for(model.parameters(), policy)
         for step in range(2):
-            gate = Gate()
             model(batch(step, rank)).square().mean().backward()
-            if policy is None:
-                gate.opens.set()
-            optimizer.step()
-            threading.Timer(0.05, gate.opens.set).start()
+            step_late(optimizer)
             model.zero_grad(set_to_none=False)
         results.append(optimizer)
     assert_same(*results)
@@ -110,7 +97,7 @@ def test_a_unit_with_two_dtypes(rank: int, world_size: int, tmp_path: Path) -> N
     results = []
     for policy in (Offload(), None):
         model = stack(policy, mp_policy=TWO_DTYPES)
-        optimizer = optimizer_for(model, policy)
+        optimizer = optimizer_for(model.parameters(), policy)
         for step in range(2):
             model(batch(step, rank)).square().mean().backward()
             optimizer.step()
@@ -171,11 +158,9 @@ def test_gradients_of_a_step_that_failed(rank: int, world_size: int) -> None:
 def test_a_plain_dict_is_saved_after_a_step(rank: int, world_size: int, tmp_path: Path) -> None:
     """It has no hooks that wait for the step."""
     model = stack(Offload())
-    optimizer = optimizer_for(model, Offload())
+    optimizer = optimizer_for(model.parameters(), Offload())
     model(batch(0, rank)).square().mean().backward()
-    gate = Gate()
-    optimizer.step()
-    threading.Timer(0.05, gate.opens.set).start()
+    step_late(optimizer)
     checkpoint.save(tmp_path / "at", model=dict(model.named_parameters()))
     loaded = {name: torch.empty_like(param) for name, param in model.named_parameters()}
     checkpoint.load(tmp_path / "at", model=loaded)
@@ -190,21 +175,10 @@ def test_gradients_with_other_placements(rank: int, world_size: int, grads: bool
     results = []
     for policy in (Offload(grads=grads), None):
         model = stack(policy)
-        optimizer = optimizer_for(model, policy)
+        optimizer = optimizer_for(model.parameters(), policy)
         for param in model.parameters():
             whole: Tensor = torch.arange(1.0, 1.0 + param.numel()).view(param.shape)
             param.grad = DTensor.from_local(whole, param.device_mesh, [Replicate()])
         optimizer.step()
         results.append(optimizer)
     assert_same(*results)
-
-
-@on_ranks(1)
-def test_steps_are_not_remembered(rank: int, world_size: int) -> None:
-    """A loop that never asks for the state kept a reference for each step of each unit."""
-    model = stack(Offload())
-    optimizer = optimizer_for(model, Offload())
-    for step in range(3):
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    assert not optimizer._known.recent

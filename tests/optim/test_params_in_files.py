@@ -18,17 +18,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2 import Offload, checkpoint, offload_optimizer
+from fsdp2 import Offload, checkpoint
 from fsdp2._torch import local_tensor
 from fsdp2.disk import mapped
 from fsdp2.disk.direct import PAGE
 from fsdp2.disk.mapped import MappedFile, RestingShards, file_of
 from fsdp2.errors import UnsupportedError
 from fsdp2.init import materialize
-from fsdp2.optim import local_optimizer
 from fsdp2.optim.background import submit
 from fsdp2.optim.on_disk import _threads
 from tests.helpers.extensions import Wrapped
+from tests.helpers.offloaded import layers, optimizer_for, train
 from tests.helpers.optimizers import assert_same
 from tests.helpers.ranks import on_ranks
 from tests.helpers.small_disks import small_disk, small_files
@@ -39,29 +39,6 @@ UNIT = 4 * (DIM * DIM + DIM)  # bytes of one, on all ranks
 
 def policy(folder: Path) -> Offload:
     return Offload(grads=True, params="files", tier=folder)
-
-
-def stack(given: Offload | None, dim: int = DIM, depth: int = DEPTH) -> Any:
-    torch.manual_seed(0)
-    options = {} if given is None else {"offload_policy": given}
-    model = nn.Sequential(*(nn.Linear(dim, dim) for _ in range(depth)))
-    for layer in model:
-        fsdp2.fully_shard(layer, **options)
-    return fsdp2.fully_shard(model, **options)
-
-
-def optimizer_for(model: Any, given: Offload | None) -> Any:
-    make: Any = local_optimizer if given is None else offload_optimizer
-    return make(torch.optim.AdamW, model.parameters(), lr=1e-2)
-
-
-def train(model: Any, optimizer: Any, rank: int, steps: range) -> None:
-    for step in steps:
-        x = torch.randn(4, model[0].in_features, generator=torch.Generator().manual_seed(2 * step + rank))
-        model(x).square().mean().backward()
-        fsdp2.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def files_of(model: nn.Module) -> list[MappedFile | None]:
@@ -101,8 +78,8 @@ def test_few_units_are_in_memory(rank: int, world_size: int, tmp_path: Path) -> 
 
 def looked_at(rank: int, folder: Path) -> tuple[int, int]:
     """Bytes in memory, at most during forward, and when all is done."""
-    model = stack(policy(folder))
-    optimizer = optimizer_for(model, policy(folder))
+    model = layers(policy(folder), DIM, DEPTH)
+    optimizer = optimizer_for(model.parameters(), policy(folder))
     train(model, optimizer, rank, range(2))
     optimizer.wait()
     files: list[Any] = list({id(file): file for file in files_of(model)}.values())
@@ -161,15 +138,15 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_who_changes_them(rank: int, world_size: int, change: str, tmp_path: Path) -> None:
     """What replaces a parameter moves to a file, with its values."""
-    ours = CHANGES[change](stack(policy(tmp_path), 8, 2))
-    theirs = CHANGES[change](stack(None, 8, 2))
+    ours = CHANGES[change](layers(policy(tmp_path), 8, 2))
+    theirs = CHANGES[change](layers(None, 8, 2))
     if change == "to_empty":
         for model in (ours, theirs):
             for number, param in enumerate(model.parameters()):
                 nn.init.constant_(param, 0.1 * number)
     optimizers = []
     for model, given in ((ours, policy(tmp_path)), (theirs, None)):
-        optimizers.append(optimizer_for(model, given))
+        optimizers.append(optimizer_for(model.parameters(), given))
         train(model, optimizers[-1], rank, range(2))
     assert_same(*optimizers)
     assert None not in files_of(ours)
@@ -178,11 +155,11 @@ def test_who_changes_them(rank: int, world_size: int, change: str, tmp_path: Pat
 @on_ranks(2)
 def test_materialize_and_load(rank: int, world_size: int, tmp_path: Path) -> None:
     """From the meta device, to files, with the values of a checkpoint; only forwards, without an optimizer."""
-    trained = stack(None)
-    train(trained, optimizer_for(trained, None), rank, range(1))
+    trained = layers(None, DIM, DEPTH)
+    train(trained, optimizer_for(trained.parameters(), None), rank, range(1))
     checkpoint.save(tmp_path / "at", model=trained)
     with torch.device("meta"):
-        model = stack(policy(tmp_path / "tier"))
+        model = layers(policy(tmp_path / "tier"), DIM, DEPTH)
     materialize(model)
     checkpoint.load(tmp_path / "at", model=model)
     assert None not in files_of(model) and len(set(map(id, files_of(model)))) == DEPTH
@@ -199,15 +176,15 @@ def test_a_folder_without_room(rank: int, world_size: int, tmp_path: Path) -> No
             limit(tmp_path / limit.__name__),
             pytest.raises(OSError, match="bytes of sharded parameters could not be put"),
         ):
-            stack(policy(tmp_path / limit.__name__))
+            layers(policy(tmp_path / limit.__name__), DIM, DEPTH)
 
 
 @on_ranks(2)
 def test_a_disk_that_fails(rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What could not be written is said where it is waited for, after a step, and at the next gather otherwise: the
     system may have forgotten the values."""
-    model = stack(policy(tmp_path), 8, 2)
-    optimizer = optimizer_for(model, policy(tmp_path))
+    model = layers(policy(tmp_path), 8, 2)
+    optimizer = optimizer_for(model.parameters(), policy(tmp_path))
     train(model, optimizer, rank, range(1))
     optimizer.wait()
     settled()
@@ -236,8 +213,8 @@ def test_a_write_after_a_step_that_fails(
 ) -> None:
     """Once: the system forgets the values, and says so only to whoever wrote. The next gather, which had its own
     record, took the values from before the step."""
-    model = stack(policy(tmp_path), 8, 2)
-    optimizer = optimizer_for(model, policy(tmp_path))
+    model = layers(policy(tmp_path), 8, 2)
+    optimizer = optimizer_for(model.parameters(), policy(tmp_path))
     train(model, optimizer, rank, range(1))
     optimizer.wait()
     model(torch.ones(2, 8)).sum().backward()

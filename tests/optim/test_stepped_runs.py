@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from fsdp2._torch import local_tensor
-from fsdp2.optim import LocalOptimizer, clip_grad_norm_, local_optimizer, step_in_backward
+from fsdp2.optim import LocalOptimizer, clip_grad_norm_, local_optimizer
 from fsdp2.placement.carving import place_of
 from tests.helpers.optimizers import CASES, NOT_ON_DTENSORS, assert_same
 from tests.helpers.parity_models import Stack, batch, local, shard_blocks
@@ -61,9 +61,21 @@ def num_blocks(params: Iterable[nn.Parameter]) -> int:
     return len({id(shard) if (place := place_of(shard)) is None else id(place[0]) for shard in shards})
 
 
-def pair(kind: type[Optim], options: dict[str, Any], hidden: int = EVEN) -> tuple[tuple[Any, Optim], tuple[Any, Optim]]:
-    ours, theirs = sharded(hidden), sharded(hidden)
-    return (ours, local_optimizer(kind, ours.parameters(), **options)), (theirs, kind(theirs.parameters(), **options))
+Pair = list[tuple[Any, Optim]]
+
+
+def pair(kind: type[Optim], hidden: int = EVEN, **options: Any) -> Pair:
+    """Two equal models: one with a local optimizer, one with torch's."""
+    models = [sharded(hidden) for _ in range(2)]
+    makes: list[Any] = [partial(local_optimizer, kind), kind]
+    return [(each, make(each.parameters(), lr=1e-2, **options)) for each, make in zip(models, makes, strict=True)]
+
+
+def train_both(both: Pair, rank: int, steps: range, before: Callable[[Any, int], object] = lambda *_: None) -> None:
+    """Train, and compare."""
+    for model, optimizer in both:
+        train(model, optimizer, rank, steps, partial(before, model))
+    assert_same(both[0][1], both[1][1])
 
 
 def assert_close(ours: Optim, theirs: Optim) -> None:
@@ -82,17 +94,13 @@ def assert_close(ours: Optim, theirs: Optim) -> None:
 def test_bit_for_bit(rank: int, world_size: int, case: str, hidden: int) -> None:
     """Units are (inp, out) and two blocks of five parameters each: 14 in all. Even shards: a tensor for each unit."""
     kind, options = CASES[case]
-    (ours, our_optimizer), (theirs, their_optimizer) = pair(kind, {"lr": 1e-2, **options}, hidden)
+    (ours, our_optimizer), (theirs, their_optimizer) = pair(kind, hidden, **{"lr": 1e-2, **options})
     train(ours, our_optimizer, rank, range(3))
     train(theirs, their_optimizer, rank, range(3))
     is_same = assert_close if options.get("fused") else assert_same
     is_same(our_optimizer, their_optimizer)
-    assert len(list(ours.parameters())) == 14
-    if hidden == EVEN:
-        # The output layer has three rows: 2 on one rank, 1 and padding on the other.
-        assert num_stepped(our_optimizer) <= 5
-    else:
-        assert num_stepped(our_optimizer) < 14
+    # The output layer has three rows: 2 on one rank, 1 and padding on the other.
+    assert num_stepped(our_optimizer) <= (5 if hidden == EVEN else 13)
     # From one to the other and back, in the middle of training.
     state = copy.deepcopy(our_optimizer.state_dict())
     our_optimizer.load_state_dict(copy.deepcopy(their_optimizer.state_dict()))
@@ -102,89 +110,70 @@ def test_bit_for_bit(rank: int, world_size: int, case: str, hidden: int) -> None
     is_same(our_optimizer, their_optimizer)
 
 
-@on_ranks(4)
-def test_on_four_ranks(rank: int, world_size: int) -> None:
-    (ours, our_optimizer), (theirs, their_optimizer) = pair(torch.optim.AdamW, {"lr": 1e-2, "foreach": True})
-    train(ours, our_optimizer, rank, range(3))
-    train(theirs, their_optimizer, rank, range(3))
-    assert_same(our_optimizer, their_optimizer)
-    assert num_stepped(our_optimizer) <= 7
-
-
 @on_ranks(2)
 def test_groups_of_options(rank: int, world_size: int) -> None:
     """Decay for matrices only, as everybody has it: a unit's matrices are one tensor, and its vectors another."""
-
-    def groups(model: nn.Module) -> list[dict[str, Any]]:
-        params = list(model.parameters())
-        matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]
-        return [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}]
-
-    ours, theirs = sharded(), sharded()
-    our_optimizer = local_optimizer(torch.optim.AdamW, groups(ours), lr=1e-2)
-    their_optimizer = torch.optim.AdamW(groups(theirs), lr=1e-2)
-    train(ours, our_optimizer, rank, range(3))
-    train(theirs, their_optimizer, rank, range(3))
-    assert_same(our_optimizer, their_optimizer)
-    assert num_stepped(our_optimizer) <= 8
+    both = []
+    for make in (local_optimizer, lambda kind, groups, lr: kind(groups, lr=lr)):
+        model = sharded()
+        matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+        groups = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}]
+        both.append((model, make(torch.optim.AdamW, groups, lr=1e-2)))
+    train_both(both, rank, range(3))
+    assert num_stepped(both[0][1]) <= 8
 
 
 @on_ranks(2)
 def test_parameters_without_gradients(rank: int, world_size: int) -> None:
     """Now and then one in the middle of a run has none: the run is two for that step, and its counter stays behind."""
-    (ours, our_optimizer), (theirs, their_optimizer) = pair(torch.optim.AdamW, {"lr": 1e-2})
+    both = pair(torch.optim.AdamW)
 
-    def drop(model: Any) -> Callable[[int], object]:
-        def before(step: int) -> None:
-            if step in (0, 2, 3):
-                model.blocks[0].down.weight.grad = None
-            if step == 3:
-                model.blocks[1].norm.bias.grad = None
-
-        return before
+    def drop(model: Any, step: int) -> None:
+        if step in (0, 2, 3):
+            model.blocks[0].down.weight.grad = None
+        if step == 3:
+            model.blocks[1].norm.bias.grad = None
 
     for steps in (range(1), range(1, 3), range(3, 6)):
-        train(ours, our_optimizer, rank, steps, drop(ours))
-        train(theirs, their_optimizer, rank, steps, drop(theirs))
-        assert_same(our_optimizer, their_optimizer)
+        train_both(both, rank, steps, drop)
+    ours, our_optimizer = both[0]
     assert our_optimizer.state[ours.blocks[0].down.weight]["step"] == 3
 
 
 @on_ranks(2)
-def test_counters_are_of_each_parameter(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("how", ["fill", "data", "numpy"])
+def test_counters_are_of_each_parameter(rank: int, world_size: int, how: str) -> None:
     """Outside, no two parameters share a counter: torch's optimizer, given this state as it is, counts one step for
-    one step. And a counter that is changed there counts."""
-    (ours, our_optimizer), (theirs, their_optimizer) = pair(torch.optim.AdamW, {"lr": 1e-2, "foreach": True})
-    train(ours, our_optimizer, rank, range(2))
-    train(theirs, their_optimizer, rank, range(2))
+    one step. And a counter that is changed there counts, also behind autograd's back."""
+    both = pair(torch.optim.AdamW, foreach=True)
+    train_both(both, rank, range(2))
+    (ours, our_optimizer), theirs = both
     plain = torch.optim.AdamW(ours.parameters(), lr=1e-2, foreach=True)
     plain.state.update(our_optimizer.state)
-    train(ours, plain, rank, range(2, 3))
-    train(theirs, their_optimizer, rank, range(2, 3))
-    assert_same(plain, their_optimizer)
-    train(ours, our_optimizer, rank, range(3, 4))  # which finds counters at 3 that it left at 2
-    train(theirs, their_optimizer, rank, range(3, 4))
-    assert_same(our_optimizer, their_optimizer)
-    for model, optimizer in ((ours, our_optimizer), (theirs, their_optimizer)):
-        optimizer.state[model.blocks[0].up.bias]["step"].fill_(100.0)
-        train(model, optimizer, rank, range(4, 6))
-    assert_same(our_optimizer, their_optimizer)
+    train_both([(ours, plain), theirs], rank, range(2, 3))
+    train_both(both, rank, range(3, 4))  # which finds counters at 3 that it left at 2
+    for model, optimizer in both:
+        counter = optimizer.state[model.blocks[0].up.bias]["step"]
+        if how == "numpy":
+            counter.numpy()[...] = 100.0
+        else:
+            (counter.data if how == "data" else counter).fill_(100.0)
+    train_both(both, rank, range(4, 6))
     assert our_optimizer.state[ours.blocks[0].up.bias]["step"] == 102
 
 
 @on_ranks(2)
 def test_state_changed_in_place_and_replaced(rank: int, world_size: int) -> None:
-    (ours, our_optimizer), (theirs, their_optimizer) = pair(torch.optim.AdamW, {"lr": 1e-2})
+    both = pair(torch.optim.AdamW)
     for step in range(4):
-        train(ours, our_optimizer, rank, range(step, step + 1))
-        train(theirs, their_optimizer, rank, range(step, step + 1))
-        for model, optimizer in ((ours, our_optimizer), (theirs, their_optimizer)):
+        train_both(both, rank, range(step, step + 1))
+        for model, optimizer in both:
             state = optimizer.state[model.blocks[1].up.weight]
             local(state["exp_avg"]).mul_(0.5)
             state["exp_avg_sq"] = state["exp_avg_sq"] * 2
             if step == 2:
                 del optimizer.state[model.blocks[0].norm.weight]
-    assert_same(our_optimizer, their_optimizer)
+    assert_same(both[0][1], both[1][1])
 
 
 @on_ranks(2)
@@ -192,7 +181,7 @@ def test_state_changed_in_place_and_replaced(rank: int, world_size: int) -> None
 def test_state_is_replaced_through_what_was_kept(rank: int, world_size: int, holds: str) -> None:
     """A step compares states with those of the last one only if somebody may have replaced them: who asked the
     optimizer since, or has kept a dict of it from long ago."""
-    made = pair(torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9})
+    made = pair(torch.optim.SGD, momentum=0.9)
     for model, optimizer in made:
         train(model, optimizer, rank, range(1))
         whole: Any = optimizer.state if holds == "the state" else None
@@ -213,37 +202,33 @@ def test_state_is_replaced_through_what_was_kept(rank: int, world_size: int, hol
 @on_ranks(2)
 def test_parameters_that_move(rank: int, world_size: int) -> None:
     """`to` gives all parameters new memory, an assignment gives it to one; the optimizer follows."""
-    (ours, our_optimizer), (theirs, their_optimizer) = pair(torch.optim.SGD, {"lr": 1e-2})
-    for model, optimizer in ((ours, our_optimizer), (theirs, their_optimizer)):
-        train(model, optimizer, rank, range(2))
+    both = pair(torch.optim.SGD)
+    train_both(both, rank, range(2))
+    for model, _ in both:
         model.to(torch.float64).to(torch.float32)
-        train(model, optimizer, rank, range(2, 3))
+    train_both(both, rank, range(2, 3))
+    for model, _ in both:
         param = model.blocks[0].up.weight
         moved = DTensor.from_local(local(param.detach()) + 1, param.device_mesh, param.placements, run_check=False)
         torch.utils.swap_tensors(param, nn.Parameter(moved))
-        train(model, optimizer, rank, range(3, 4))
-    assert_same(our_optimizer, their_optimizer)
-    assert num_stepped(our_optimizer) <= 5
+        other = local_tensor(model.blocks[1].up.weight)
+        other.data = other.data + 1
+    train_both(both, rank, range(3, 4))
+    assert num_stepped(both[0][1]) <= 7
 
 
 @on_ranks(2)
 def test_gradients_of_ones_own(rank: int, world_size: int) -> None:
     """Gradients that are set by hand, and some that are accumulated: what is no neighbour is stepped by itself."""
-    (ours, our_optimizer), (theirs, their_optimizer) = pair(torch.optim.AdamW, {"lr": 1e-2})
 
-    def replace(model: Any) -> Callable[[int], object]:
-        def before(step: int) -> None:
-            param = model.blocks[0].up.weight
-            if step == 1:
-                param.grad = param.grad * 2
-            if step == 2:
-                backward(model, 7, rank)
+    def replace(model: Any, step: int) -> None:
+        param = model.blocks[0].up.weight
+        if step == 1:
+            param.grad = param.grad * 2
+        if step == 2:
+            backward(model, 7, rank)
 
-        return before
-
-    train(ours, our_optimizer, rank, range(4), replace(ours))
-    train(theirs, their_optimizer, rank, range(4), replace(theirs))
-    assert_same(our_optimizer, their_optimizer)
+    train_both(pair(torch.optim.AdamW), rank, range(4), replace)
 
 
 @on_ranks(2)
@@ -322,18 +307,6 @@ def test_a_step_changes_versions(rank: int, world_size: int) -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified"):
         loss.backward()
-
-
-@on_ranks(2)
-def test_units_that_backward_steps_stay_as_they_are(rank: int, world_size: int) -> None:
-    """A unit's step does not change what another unit's step compares with: each would begin anew in every step."""
-    model = sharded()
-    stepper = step_in_backward(local_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-2))
-    flats: list[Any] = []
-    for step in range(4):
-        backward(model, step, rank)
-        before, flats = flats, [part.flats for part in stepper._parts.values()]
-    assert len(flats) == 3 and all(one is other for one, other in zip(before, flats, strict=True))
 
 
 class Steps(torch.optim.SGD):
