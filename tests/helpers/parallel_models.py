@@ -23,6 +23,7 @@ from torch.testing import assert_close
 
 from fsdp2.parallel import Meshes, ParallelConfig, build_meshes, parallelize, shard_sequence
 from tests.helpers.parity_models import full, local, shard_like
+from tests.helpers.tp_models import quiet
 
 VOCAB, DIM, HEADS, LENGTH, SEQUENCES = 16, 8, 4, 8, 8
 
@@ -136,14 +137,6 @@ def mean_over(mesh: DeviceMesh, value: Tensor) -> Tensor:
     total = value.detach().clone()
     dist.all_reduce(total, group=mesh.get_group())
     return total / mesh.size()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without torch's warning that a unit's output is a view, as every `to_local` of a DTensor is."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*returned a view tensor")
-        yield
 
 
 def race(

@@ -121,14 +121,6 @@ def shard_blocks(api: ModuleType, model: nn.Module, **options: Any) -> nn.Module
     return api.fully_shard(model, **options)
 
 
-def shard_blocks_with_policy(api: ModuleType, model: nn.Module, policy: dict[str, Any], **options: Any) -> nn.Module:
-    """`shard_blocks` with a mixed precision policy; only the root's outputs are cast to its `output_dtype`."""
-    for child in model.blocks:
-        inner = api.MixedPrecisionPolicy(**{**policy, "output_dtype": None})
-        api.fully_shard(child, mp_policy=inner, **options)
-    return api.fully_shard(model, mp_policy=api.MixedPrecisionPolicy(**policy), **options)
-
-
 def local(tensor: Any) -> Any:
     """The local shard of a DTensor; anything else as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,9 +1,5 @@
 """Models, meshes and references of the tensor-parallel tests: TP first, then `fully_shard` on the data-parallel axes.
 
-The tests take the sharding library from `API`. It is `fsdp2`; to see whether an expectation holds of torch's own FSDP2,
-
-    FSDP2_TESTS_API=torch.distributed.fsdp python -m pytest tests/parallel/test_{tensor_parallel,dp_mesh_dims}.py
-
 The reference is one process with the plain model. Ranks that differ only on the TP axis work on the same batch, so a
 data-parallel rank, not a global one, names a batch.
 """
@@ -11,8 +7,6 @@ data-parallel rank, not a global one, names a batch.
 from __future__ import annotations
 
 import copy
-import importlib
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +14,6 @@ from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
@@ -45,14 +37,7 @@ from tests.helpers.parity_models import (
     shard_like,
 )
 
-API: Any = importlib.import_module(os.environ.get("FSDP2_TESTS_API", "fsdp2"))
-
 DIM, VOCAB = 8, 8
-
-
-def ours_only(reason: str) -> pytest.MarkDecorator:
-    """Torch's FSDP2 does not do this, for the given reason."""
-    return pytest.mark.skipif(API is not fsdp2, reason=f"not in torch: {reason}")
 
 
 def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...], device_type: str = "cpu") -> DeviceMesh:
@@ -220,9 +205,7 @@ def tp_race(
     of_race = {field.name: options.pop(field.name) for field in fields(TpRace) if field.name in options}
     shard = shard or (lambda api, model: tp_shard(api, model, mesh, **options))
     of_race.setdefault("backward", token_batch)
-    return TpRace(
-        data_rank(mesh), data_ranks(mesh), build, lambda api, m: shard(API if api is fsdp2 else api, m), **of_race
-    )
+    return TpRace(data_rank(mesh), data_ranks(mesh), build, shard, **of_race)
 
 
 @contextmanager
@@ -233,43 +216,19 @@ def quiet() -> Iterator[None]:
         yield
 
 
-class _Ops(TorchDispatchMode):
-    """Collects the names of all operations. torch's CommDebugMode cannot take two forwards of a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        self.names.append(str(func.overloadpacket))
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def count_comms() -> Iterator[dict[str, int]]:
     """How many collectives of sharded data parallelism the block issues; TP's own do not count. Filled at its end."""
     counts: dict[str, int] = {}
-    ops = {
-        "all_gather": "c10d._allgather_base_",
-        "reduce_scatter": "c10d._reduce_scatter_base_",
-        "all_reduce": "c10d.allreduce_",
-    }
-    if API is fsdp2:
-        with fsdp2.events.record() as log:
-            yield counts
-        counts.update(count(log, *ops))
-    else:  # TP's collectives are functional ones, with other names
-        with quiet(), _Ops() as seen:
-            yield counts
-        counts.update({kind: seen.names.count(op) for kind, op in ops.items()})
+    with fsdp2.events.record() as log:
+        yield counts
+    counts.update(count(log, "all_gather", "reduce_scatter", "all_reduce"))
 
 
 def tp_pair(mesh: DeviceMesh | None = None, plan: str = "plain_norms", **options: Any) -> tuple[TpLm, Any]:
     """The plain model and a copy with TP and `fully_shard`."""
     plain = TpLm()
-    return plain, tp_shard(API, copy.deepcopy(plain), mesh, plan, **options)
+    return plain, tp_shard(fsdp2, copy.deepcopy(plain), mesh, plan, **options)
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
@@ -21,12 +22,10 @@ from fsdp2.optim import clip_grad_norm_, clip_grads_with_norm_, local_optimizer,
 from tests.helpers.optimizers import Optim, assert_same
 from tests.helpers.parity_models import (
     Stack,
-    TiedLm,
     batch,
     local,
     mesh_2d,
     shard_blocks,
-    shard_blocks_with_policy,
 )
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import mesh_of
@@ -37,7 +36,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optim]] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
     "local_adagrad": lambda params: local_optimizer(torch.optim.Adagrad, params, lr=1e-2),  # its state is there at once
 }
-BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
 def loss_of(model: Any, step: int, rank: int) -> Tensor:
@@ -64,26 +62,30 @@ MICRO: dict[str, Callable[[Any, bool], object]] = {
 }
 
 
+def tensor_parallel(world_size: int) -> DeviceMesh:
+    return mesh_of((world_size // 2, 2), ("dp", "tp"))
+
+
+OTHERS = [("fsdp", "is_last"), ("hsdp", "no_all_reduce"), ("tp", "is_last")]
+KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "fsdp": lambda world_size: {},
+    "hsdp": lambda world_size: {"mesh": mesh_2d(2, world_size // 2)},
+    "replicated": lambda world_size: {"zero": fsdp2.ZeroPolicy(stage=0)},
+    "kept": lambda world_size: {"reshard_after_forward": False},
+    "bf16": lambda world_size: {"mp_policy": fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "offload": lambda world_size: {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
+    "tp": lambda world_size: {"mesh": tensor_parallel(world_size)["dp"]},
+}
+
+
 def sharded(kind: str, world_size: int) -> Any:
     torch.manual_seed(0)
     model = Stack(dim=8, hidden=6 if kind == "tp" else 5, depth=2)
-    if kind == "fsdp":
-        return shard_blocks(fsdp2, model)
-    if kind == "hsdp":
-        return shard_blocks(fsdp2, model, mesh=mesh_2d(2, world_size // 2))
-    if kind == "replicated":
-        return shard_blocks(fsdp2, model, zero=fsdp2.ZeroPolicy(stage=0))
-    if kind == "kept":
-        return shard_blocks(fsdp2, model, reshard_after_forward=False)
-    if kind == "offload":
-        return shard_blocks(fsdp2, model, offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
-    if kind == "tp":
-        mesh = mesh_of((world_size // 2, 2), ("dp", "tp"))
-        for block in model.blocks:
-            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        return shard_blocks(fsdp2, model, mesh=mesh["dp"])
-    assert kind == "bf16"
-    return shard_blocks_with_policy(fsdp2, model, BF16)
+    for block in model.blocks if kind == "tp" else ():
+        parallelize_module(
+            block, tensor_parallel(world_size)["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
+    return shard_blocks(fsdp2, model, **KINDS[kind](world_size))
 
 
 def pair(kind: str, world_size: int, optimizer: str, **options: Any) -> list[tuple[Any, Optim]]:
@@ -102,20 +104,7 @@ def pair(kind: str, world_size: int, optimizer: str, **options: Any) -> list[tup
 
 @on_ranks(2, 1, 3, 4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("kind", "micro"),
-    [
-        ("fsdp", "no_sync"),
-        ("fsdp", "is_last"),
-        ("hsdp", "no_sync"),
-        ("hsdp", "no_all_reduce"),
-        ("replicated", "no_sync"),
-        ("kept", "no_sync"),
-        ("bf16", "no_sync"),
-        ("offload", "no_sync"),
-        ("tp", "is_last"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "micro"), [*((kind, "no_sync") for kind in KINDS if kind != "tp"), *OTHERS])
 def test_equals_a_step_after_backward(rank: int, world_size: int, optimizer: str, kind: str, micro: str) -> None:
     """Parameters and state, bit by bit, with accumulation, a scheduler and two param groups."""
     if kind in ("hsdp", "tp") and world_size % 2:
@@ -290,22 +279,6 @@ def test_units_used_several_times(rank: int, world_size: int, route: str, use_re
             models[1].reset_iter_state()
             return
         losses[1].backward()
-    assert_same(*optims)
-
-
-@on_ranks(2)
-def test_tied_weights(rank: int, world_size: int) -> None:
-    optims = []
-    for in_backward in (False, True):
-        torch.manual_seed(0)
-        model = shard_blocks(fsdp2, TiedLm())
-        optims.append(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        if in_backward:
-            step_in_backward(optims[-1])
-        for step in range(3):
-            model(batch(step, rank, 8)).square().mean().backward()
-            optims[-1].step()
-            optims[-1].zero_grad()
     assert_same(*optims)
 
 

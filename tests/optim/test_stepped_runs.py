@@ -68,7 +68,8 @@ def pair(kind: type[Optim], hidden: int = EVEN, **options: Any) -> Pair:
     """Two equal models: one with a local optimizer, one with torch's."""
     models = [sharded(hidden) for _ in range(2)]
     makes: list[Any] = [partial(local_optimizer, kind), kind]
-    return [(each, make(each.parameters(), lr=1e-2, **options)) for each, make in zip(models, makes, strict=True)]
+    options = {"lr": 1e-2, **options}
+    return [(each, make(each.parameters(), **options)) for each, make in zip(models, makes, strict=True)]
 
 
 def train_both(both: Pair, rank: int, steps: range, before: Callable[[Any, int], object] = lambda *_: None) -> None:
@@ -94,7 +95,7 @@ def assert_close(ours: Optim, theirs: Optim) -> None:
 def test_bit_for_bit(rank: int, world_size: int, case: str, hidden: int) -> None:
     """Units are (inp, out) and two blocks of five parameters each: 14 in all. Even shards: a tensor for each unit."""
     kind, options = CASES[case]
-    (ours, our_optimizer), (theirs, their_optimizer) = pair(kind, hidden, **{"lr": 1e-2, **options})
+    (ours, our_optimizer), (theirs, their_optimizer) = pair(kind, hidden, **options)
     train(ours, our_optimizer, rank, range(3))
     train(theirs, their_optimizer, rank, range(3))
     is_same = assert_close if options.get("fused") else assert_same

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 
 from fsdp2 import (
@@ -41,12 +41,12 @@ from tests.helpers.parallel_models import (
     global_batch,
     loss_of,
     part_of,
-    quiet,
     race,
     tensor_plan,
 )
 from tests.helpers.parity_models import count, full
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tp_models import quiet
 
 
 def step(model: nn.Module, config: ParallelConfig) -> Tensor:
@@ -64,38 +64,32 @@ def units(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 ATTENTIONS = [f"blocks.{i}.attention" for i in range(3)]
 TOLD: dict[str, tuple[Any, list[str]]] = {
-    "found": (None, ["", "blocks.0", "blocks.1", "blocks.2"]),
-    "empty": ([], ["", "blocks.0", "blocks.1", "blocks.2"]),
-    "class": (DecoderBlock, ["", "blocks.0", "blocks.1", "blocks.2"]),
-    "class name": ("DecoderBlock", ["", "blocks.0", "blocks.1", "blocks.2"]),
-    "pattern": ("blocks.[01]", ["", "blocks.0", "blocks.1"]),
-    "list of blocks": ("blocks", ["", "blocks.0", "blocks.1", "blocks.2"]),
-    "several": (["blocks.0", nn.Embedding, "head"], ["", "embed", "blocks.0", "head"]),
-    "nested": (["blocks.*", "blocks.0.attention"], ["", "blocks.0", "blocks.0.attention", "blocks.1", "blocks.2"]),
-    "policy in a list": ([by_class("Attention"), "blocks.1"], ["", *ATTENTIONS[:1], "blocks.1", *ATTENTIONS[1:]]),
-    "policy": (
-        by_class(DecoderBlock, "Attention"),
-        ["", *(f"blocks.{i}{a}" for i in range(3) for a in ("", ".attention"))],
-    ),
+    "found": (None, BLOCKS),
+    "empty": ([], BLOCKS),
+    "class": (DecoderBlock, BLOCKS),
+    "class name": ("DecoderBlock", BLOCKS),
+    "pattern": ("blocks.[01]", BLOCKS[:2]),
+    "list of blocks": ("blocks", BLOCKS),
+    "several": (["blocks.0", nn.Embedding, "head"], ["embed", "blocks.0", "head"]),
+    "nested": (["blocks.*", "blocks.0.attention"], ["blocks.0", "blocks.0.attention", "blocks.1", "blocks.2"]),
+    "policy in a list": ([by_class("Attention"), "blocks.1"], [*ATTENTIONS[:1], "blocks.1", *ATTENTIONS[1:]]),
+    "policy": (by_class(DecoderBlock, "Attention"), sorted([*BLOCKS, *ATTENTIONS])),
 }
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", TOLD)
-def test_blocks_become_units(rank: int, world_size: int, how: str) -> None:
-    blocks, expected = TOLD[how]
-    assert units(race(ParallelConfig(), blocks=blocks, steps=1)) == expected
-
-
-@on_ranks(2)
-def test_modules_themselves_and_names_in_the_config(rank: int, world_size: int) -> None:
+def test_blocks_become_units(rank: int, world_size: int) -> None:
+    """Told by an argument or by the config; the argument counts."""
+    for how, (blocks, expected) in TOLD.items():
+        assert units(parallelize(Lm(), ParallelConfig(), blocks=blocks)) == ["", *expected], how
     model = Lm()
     assert units(parallelize(model, ParallelConfig(), blocks=[model.blocks[2]])) == ["", "blocks.2"]
-    assert units(parallelize(Lm(), ParallelConfig(blocks=("blocks.1", "Embedding")))) == ["", "embed", "blocks.1"]
-    both = parallelize(Lm(), ParallelConfig(blocks=("blocks.1",)), blocks="blocks.0")
-    assert units(both) == ["", "blocks.0"]
+    config = ParallelConfig(blocks=("blocks.1", "Embedding"))
+    assert units(parallelize(Lm(), config)) == ["", "embed", "blocks.1"]
+    assert units(parallelize(Lm(), config, blocks="blocks.0")) == ["", "blocks.0"]
 
 
 @on_ranks(2)
@@ -128,31 +122,6 @@ def test_ignored_parameters_that_can_be_read_once(rank: int, world_size: int, ca
     assert isinstance(model.head.weight, DTensor)
 
 
-BAD_BLOCKS: dict[str, tuple[Any, str]] = {
-    "name": (
-        "block.*",
-        "parallelize: the model has no module 'block.*'. At its top it has embed, blocks, norm, head; its classes are "
-        "3 x DecoderBlock",
-    ),
-    "deeper": ("blocks.*.mlp", "parallelize: the model has no module 'blocks.*.mlp'"),
-    "class": (nn.LSTM, "by_class: the model has no module of class LSTM. It has 3 x DecoderBlock"),
-    "class name": ("DecoderBlok", "parallelize: the model has no module 'DecoderBlok'"),
-    "module": (nn.Linear(1, 1), "parallelize: the model has no module this Linear. At its top"),
-    "one of several": (["blocks.*", "none"], "parallelize: the model has no module 'none'"),
-    "number": (3, "parallelize: the model has no module 3. At its top"),
-    "policy": (by_size(1e9), "auto_shard: by_size(1,000,000,000) chooses no module below the root"),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("how", BAD_BLOCKS)
-def test_blocks_that_match_nothing(rank: int, world_size: int, how: str) -> None:
-    blocks, message = BAD_BLOCKS[how]
-    model = Lm()
-    assert error_of(ArgumentError, lambda: parallelize(model, ParallelConfig(), blocks=blocks)).startswith(message)
-    assert not units(model)
-
-
 # --- activation checkpointing and compilation -------------------------------------------------------------------------
 
 
@@ -172,25 +141,6 @@ def test_which_blocks_are_recomputed(rank: int, world_size: int, how: Any, expec
         step(model, config)
     assert ran == expected
     assert count(log, "all_gather", "reduce_scatter") == {"all_gather": 1 + 2 * 3, "reduce_scatter": 1 + 3}
-
-
-@on_ranks(2)
-def test_a_recomputed_block_draws_the_same_dropout(rank: int, world_size: int) -> None:
-    class Dropping(DecoderBlock):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(nn.functional.dropout(x, 0.5))
-
-    gradients = []
-    for how in ("none", "full"):
-        torch.manual_seed(0)
-        model = Lm()
-        model.blocks = nn.ModuleList(Dropping() for _ in range(2))
-        config = ParallelConfig(activation_checkpointing=how)
-        parallelize(model, config)
-        torch.manual_seed(1 + rank)
-        step(model, config)
-        gradients.append([param.grad.to_local() for param in model.parameters()])
-    assert_close(*gradients, rtol=0, atol=0)
 
 
 @on_ranks(2)
@@ -237,36 +187,30 @@ def test_compile_uses_inductor_by_default(monkeypatch: pytest.MonkeyPatch) -> No
 # --- what the config and the options say to fully_shard ---------------------------------------------------------------
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_mixed_precision(rank: int, world_size: int, precision: str, dtype: torch.dtype) -> None:
-    config = ParallelConfig(mixed_precision=precision)
-    model = parallelize(Lm(), config)
-    with events.record() as log:
-        step(model, config)
-    assert {event.dtype for event in log if event.kind == "all_gather"} == {dtype}
-    assert {event.dtype for event in log if event.kind == "reduce_scatter"} == {torch.float32}
-    assert {param.dtype for param in model.parameters()} == {torch.float32}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Keys, options, the dtype of gathers, their number.
+SAID: list[tuple[dict[str, Any], dict[str, Any], torch.dtype, int]] = [
+    ({"mixed_precision": "bf16"}, {}, BF16, 7),
+    ({"mixed_precision": "fp16"}, {}, FP16, 7),
+    ({"reshard_after_forward": False}, {}, FP32, 4),
+    ({"reshard_after_forward": True}, {}, FP32, 8),
+    ({"mixed_precision": "bf16", "reshard_after_forward": False}, {"mp_policy": MixedPrecisionPolicy()}, FP32, 4),
+    ({"reshard_after_forward": False}, {"reshard_after_forward": True}, FP32, 8),
+]
 
 
 @on_ranks(2)
-def test_options_replace_the_config(rank: int, world_size: int) -> None:
-    config = ParallelConfig(mixed_precision="bf16", reshard_after_forward=False)
-    model = parallelize(Lm(), config, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=True)
-    with events.record() as log:
-        step(model, config)
-    assert {event.dtype for event in log if event.kind == "all_gather"} == {torch.float32}
-    assert count(log, "all_gather") == {"all_gather": 2 * 4}  # the root too
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("reshard", "gathers"), [(None, 7), (False, 4), (True, 8)])
-def test_reshard_after_forward(rank: int, world_size: int, reshard: Any, gathers: int) -> None:
-    config = ParallelConfig(reshard_after_forward=reshard)
-    model = parallelize(Lm(), config)
-    with events.record() as log:
-        step(model, config)
-    assert count(log, "all_gather") == {"all_gather": gathers}
+def test_precision_and_resharding(rank: int, world_size: int) -> None:
+    """What the config says, or an option instead."""
+    for keys, options, dtype, num_gathers in SAID:
+        config = ParallelConfig(**keys)
+        model = parallelize(Lm(), config, **options)
+        with events.record() as log:
+            step(model, config)
+        assert {event.dtype for event in log if event.kind == "all_gather"} == {dtype}
+        assert count(log, "all_gather") == {"all_gather": num_gathers}
+        assert {event.dtype for event in log if event.kind == "reduce_scatter"} == {FP32}
+        assert {param.dtype for param in model.parameters()} == {FP32}
 
 
 @on_ranks(2)
@@ -298,16 +242,6 @@ def test_meta_device(rank: int, world_size: int, degrees: dict[str, int]) -> Non
 # --- tensor parallelism -----------------------------------------------------------------------------------------------
 
 
-@on_ranks(4)
-def test_layers_are_split_and_sharded(rank: int, world_size: int) -> None:
-    model = parallelize(Lm(), config_of({"shard": 2, "tensor": 2}), tp_plan=tensor_plan())
-    block: Any = model.blocks[0]
-    assert block.up.weight.device_mesh.mesh_dim_names == ("dp_shard", "tp")
-    assert block.down.weight.placements == (Shard(0), Shard(1))
-    assert block.down.bias.placements == (Shard(0), Replicate())
-    assert block.norm.weight.device_mesh.mesh_dim_names == ("dp_shard",)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("degrees", [{"shard": 2}, {"replicate": 2}, {"tensor": 2}])
 def test_tied_weights(rank: int, world_size: int, degrees: dict[str, int]) -> None:
@@ -316,16 +250,6 @@ def test_tied_weights(rank: int, world_size: int, degrees: dict[str, int]) -> No
     plan["head"] = ColwiseParallel(output_layouts=Replicate())
     model: Any = race(config_of(degrees), lambda: Lm(tied=True), tp_plan=plan)
     assert model.head.weight is model.embed.weight
-
-
-@on_ranks(2)
-def test_tied_weights_that_are_split_differently(rank: int, world_size: int) -> None:
-    plan = {**tensor_plan(), "head": ColwiseParallel(output_layouts=Replicate())}
-    message = error_of(ArgumentError, lambda: parallelize(Lm(tied=True), config_of({"tensor": 2}), tp_plan=plan))
-    assert message.startswith(
-        "tp_plan: 'embed.weight' and 'head.weight' are one weight, but it was split as a plain tensor there and as "
-        "(Shard(dim=0),) here; give both modules styles that split it in the same way"
-    )
 
 
 @on_ranks(2)
@@ -374,109 +298,81 @@ class NoPlan(nn.Module):
         return x
 
 
-PLANS: dict[str, tuple[Any, type[Exception], str]] = {
-    "none": (None, ArgumentError, "parallelize: tensor = 2 needs a plan, and NoPlan has none; pass tp_plan="),
-    "empty": ({}, ArgumentError, "parallelize: tensor = 2 needs a plan"),
-    "no such name": (
-        {"layers.*.2": "colwise"},
-        ArgumentError,
-        "tp_plan: no module of this NoPlan is named 'layers.*.2'",
-    ),
-    "no such style": (
-        {"layers.*.0": "packed_colwise"},
-        UnsupportedError,
-        "tp_plan: 'layers.*.0' wants the style 'packed_colwise', which is not one of colwise, rowwise",
-    ),
-    "no style": ({"layers.*.0": 3}, UnsupportedError, "tp_plan: 'layers.*.0' wants the style 3, which is not one of"),
-    "unfit module": (
-        {"layers.*.1": "colwise"},
-        ArgumentError,
-        "tp_plan: 'layers.0.1' is a LayerNorm; ColwiseParallel splits Linear and Embedding",
-    ),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("how", PLANS)
-def test_plans_that_do_not_fit(rank: int, world_size: int, how: str) -> None:
-    plan, kind, message = PLANS[how]
-    model = NoPlan()
-    assert error_of(kind, lambda: parallelize(model, config_of({"tensor": 2}), tp_plan=plan)).startswith(message)
-    assert not any(isinstance(param, DTensor) for param in model.parameters())
-
-
-@on_ranks(2)
-def test_a_model_that_is_tensor_parallel_already(rank: int, world_size: int) -> None:
+def split_already(model: Any) -> Any:
     config = config_of({"tensor": 2})
-    mesh = build_meshes(config, "cpu").tensor
-    model = torch.distributed.tensor.parallel.parallelize_module(Lm(), mesh, tensor_plan())
-    message = error_of(MisuseError, lambda: parallelize(model, config, tp_plan=tensor_plan()))
-    assert message.startswith("tp_plan: 'blocks.0.attention.query' has DTensors for parameters already")
+    model = parallelize_module(Lm(), build_meshes(config, "cpu").tensor, tensor_plan())
+    return parallelize(model, config, tp_plan=tensor_plan())
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+def tied_and_split_differently(model: Any) -> Any:
+    plan = {**tensor_plan(), "head": ColwiseParallel(output_layouts=Replicate())}
+    return parallelize(Lm(tied=True), config_of({"tensor": 2}), tp_plan=plan)
 
 
-def meshes_of_other_degrees(model: nn.Module) -> Any:
-    return parallelize(model, config_of({"shard": 2}), meshes=build_meshes(config_of({"replicate": 2}), "cpu"))
+def blocks(what: Any) -> Callable[[Any], Any]:
+    return lambda model: parallelize(model, ParallelConfig(), blocks=what)
 
 
-REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
-    "degrees": (
-        lambda model: parallelize(model, config_of({"shard": 3})),
-        ArgumentError,
-        "2 ranks, but 3 (shard). Change a degree, or start 3 ranks.",
-    ),
-    "meshes": (
-        meshes_of_other_degrees,
+PLANS: list[tuple[Any, type[Exception], str]] = [
+    (None, ArgumentError, "tensor = 2 needs a plan, and NoPlan has none; pass tp_plan="),
+    ({}, ArgumentError, "parallelize: tensor = 2 needs a plan"),
+    ({"layers.*.2": "colwise"}, ArgumentError, "tp_plan: no module of this NoPlan is named 'layers.*.2'"),
+    ({"layers.*.0": "packed"}, UnsupportedError, "wants the style 'packed', which is not one of colwise, row"),
+    ({"layers.*.0": 3}, UnsupportedError, "tp_plan: 'layers.*.0' wants the style 3, which is not one of"),
+    ({"layers.*.1": "colwise"}, ArgumentError, "'layers.0.1' is a LayerNorm; ColwiseParallel splits Linear"),
+]
+AUTO = ParallelConfig()
+REPLICAS = {"replicate": 2}
+REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
+    (blocks("block.*"), ArgumentError, "the model has no module 'block.*'. At its top it has embed, blocks, norm, h"),
+    (blocks("blocks.*.mlp"), ArgumentError, "parallelize: the model has no module 'blocks.*.mlp'"),
+    (blocks(nn.LSTM), ArgumentError, "by_class: the model has no module of class LSTM. It has 3 x DecoderBlock"),
+    (blocks(nn.Linear(1, 1)), ArgumentError, "parallelize: the model has no module this Linear. At its top"),
+    (blocks(["blocks.*", "none"]), ArgumentError, "parallelize: the model has no module 'none'"),
+    (blocks(3), ArgumentError, "parallelize: the model has no module 3. At its top"),
+    (blocks(by_size(1e9)), ArgumentError, "auto_shard: by_size(1,000,000,000) chooses no module below the root"),
+    (split_already, MisuseError, "tp_plan: 'blocks.0.attention.query' has DTensors for parameters already"),
+    (tied_and_split_differently, ArgumentError, "'embed.weight' and 'head.weight' are one weight, but it was split"),
+    (lambda model: parallelize(model, config_of({"shard": 3})), ArgumentError, "2 ranks, but 3 (shard). Change a deg"),
+    (
+        lambda model: parallelize(model, AUTO, meshes=build_meshes(config_of(REPLICAS), "cpu")),
         ArgumentError,
         "parallelize: the meshes have other degrees, {'pipeline': 1, 'replicate': 2",
     ),
-    "mesh": (
-        lambda model: parallelize(model, ParallelConfig(), mesh=None),
-        ArgumentError,
-        "parallelize: makes the mesh from the config's degrees; leave mesh out",
-    ),
-    "tier": (
+    (lambda model: parallelize(model, AUTO, mesh=None), ArgumentError, "makes the mesh from the config's degrees"),
+    (
         lambda model: parallelize(model, ParallelConfig(tensor=2, offload="files"), tp_plan=tensor_plan()),
         ArgumentError,
         'Offload: params="files" needs a folder: tier="/a/fast/disk"',
     ),
-    "zero": (
-        lambda model: parallelize(model, config_of({"replicate": 2}), zero=ZeroPolicy(stage=2)),
+    (
+        lambda model: parallelize(model, config_of(REPLICAS), zero=ZeroPolicy(stage=2)),
         ArgumentError,
         "parallelize: shard = 1 shards nothing, which is stage 0 of ZeRO",
     ),
-    "reshard": (
-        lambda model: parallelize(model, config_of({"replicate": 2}, reshard_after_forward=True)),
+    (
+        lambda model: parallelize(model, config_of(REPLICAS, reshard_after_forward=True)),
         ArgumentError,
         "parallelize: shard = 1 shards nothing, which is stage 0 of ZeRO",
     ),
-    "no module": (
-        lambda model: parallelize([model], ParallelConfig()),
-        ArgumentError,
-        "parallelize: expected an nn.Module",
-    ),
-    "no such option": (
-        lambda model: parallelize(model, ParallelConfig(activation_checkpointing="full"), mp=None),
-        TypeError,
-        "got an unexpected keyword argument 'mp'",
-    ),
-    "no forward": (
-        lambda model: parallelize(model.blocks, ParallelConfig()),
-        ArgumentError,
-        "auto_shard: a ModuleList has no forward, so it cannot be the root; pass the model",
-    ),
-}
+    (lambda model: parallelize([model], AUTO), ArgumentError, "parallelize: expected an nn.Module"),
+    (lambda model: parallelize(model, AUTO, mp=None), TypeError, "got an unexpected keyword argument 'mp'"),
+    (lambda model: parallelize(model.blocks, AUTO), ArgumentError, "a ModuleList has no forward, so it cannot be the"),
+]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", REFUSED)
-def test_refusals_leave_the_model_alone(rank: int, world_size: int, what: str) -> None:
-    call, kind, message = REFUSED[what]
-    model = Lm()
-    assert error_of(kind, lambda: call(model)).startswith(message)
-    assert not units(model) and type(model.blocks[0]) is DecoderBlock
+def test_refusals_leave_the_model_alone(rank: int, world_size: int) -> None:
+    for plan, kind, message in PLANS:
+        other = NoPlan()
+        found = error_of(kind, lambda: parallelize(other, config_of({"tensor": 2}), tp_plan=plan))  # noqa: B023
+        assert message in found, found
+        assert not any(isinstance(param, DTensor) for param in other.parameters()), message
+    for call, kind, message in REFUSED:
+        model = Lm()
+        found = error_of(kind, lambda: call(model))  # noqa: B023
+        assert message in found, found
+        assert not units(model) and type(model.blocks[0]) is DecoderBlock, message
     assert model(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, VOCAB)
 
 

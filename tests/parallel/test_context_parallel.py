@@ -10,8 +10,6 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -46,6 +44,7 @@ from tests.helpers.context_lm import (
     whole_batch,
 )
 from tests.helpers.models import error_of
+from tests.helpers.parallel_models import compiling
 from tests.helpers.parity_models import full
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import quiet
@@ -93,15 +92,6 @@ def test_training(rank: int, world_size: int) -> None:
         assert_close(mean / 4, sum(loss for loss, _ in references) / 2, rtol=1e-9, atol=0)
     for (name, param), (_, value) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert_close(full(param.detach()), value.detach(), rtol=1e-8, atol=1e-9, msg=name)
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """torch 2.13: Dynamo asks inputs that are no leaves for their .grad, under a filter that "error" overrides."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
-        yield
-    torch.compiler.reset()
 
 
 # --- checkpointing and compiling --------------------------------------------------------------------------------------

@@ -26,11 +26,11 @@ from tests.helpers.parallel_models import (
     mean_over,
     name_of,
     part_of,
-    quiet,
     tensor_plan,
 )
 from tests.helpers.parity_models import local, shard_like
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tp_models import quiet
 
 NUM_MICROBATCHES = 2
 WITH_PIPELINE = {

@@ -138,17 +138,19 @@ class OneProcess:
         return losses
 
 
-def race(name: str, *, exact: bool = True, rtol: float = 1e-4, atol: float = 1e-6, **options: Any) -> None:
-    """Two steps of each training, compared. `exact`: bit by bit with torch's FSDP2."""
+def race(name: str, *, rtol: float = 1e-4, atol: float = 1e-6, evaluates: bool = False, **options: Any) -> None:
+    """Two steps of each training, compared, with torch's FSDP2 bit by bit."""
     ours, theirs = train(fsdp2, name, **options), train(torch_fsdp, name, **options)
     alone = OneProcess(2 * len(ours.modules))
     for step in range(2):
+        if evaluates:
+            check_eval(ours, alone, step)
         ours.step(step)
         theirs.step(step)
         losses = alone.step(step)[pipeline_mesh().get_local_rank("dp")]
         assert len(ours.losses) == len(theirs.losses) == (NUM_MICROBATCHES if ours.losses else 0)
         for index, loss in enumerate(ours.losses):
-            assert_close(loss, theirs.losses[index], rtol=0 if exact else rtol, atol=0 if exact else atol)
+            assert torch.equal(loss, theirs.losses[index])
             assert_close(loss, losses[index], rtol=rtol, atol=atol)
         for (key, param), (their_key, their_param) in zip(ours.params().items(), theirs.params().items(), strict=True):
             assert key == their_key
@@ -156,10 +158,23 @@ def race(name: str, *, exact: bool = True, rtol: float = 1e-4, atol: float = 1e-
             assert param.grad is not None, f"step {step}: {key} has no gradient"
             wanted, theirs_local = shard_like(plain.grad, param), local(their_param.grad)
             assert_close(local(param.grad), wanted, rtol=rtol, atol=atol, msg=lambda text: f"{key}: {text}")  # noqa: B023
-            assert not exact or torch.equal(local(param.grad), theirs_local), f"step {step}: {key}, against torch"
+            assert torch.equal(local(param.grad), theirs_local), f"step {step}: {key}, against torch"
         for training in (ours, theirs, alone):
             training.optim.step()
             training.optim.zero_grad()
+
+
+def check_eval(ours: Training, alone: OneProcess, step: int) -> None:
+    """A schedule's forward-only `eval` gives the outputs, and no gradients."""
+    inputs, target = data(step, pipeline_mesh().get_local_rank("dp"))
+    args = (inputs,) if 0 in ours.modules else ()
+    is_last = ours.schedule._num_stages - 1 in ours.modules
+    with torch.no_grad():
+        output = ours.schedule.eval(*args, **({"target": target} if is_last else {}))
+    assert (output is not None) == is_last
+    if is_last:
+        assert_close(output, alone.model(inputs), rtol=1e-5, atol=1e-6)
+    assert all(param.grad is None for param in ours.params().values())
 
 
 @on_ranks(4)
@@ -241,29 +256,8 @@ def test_communication(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="eval wants to send gradients, under torch's own FSDP2 too")
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
 def test_eval(rank: int, world_size: int, name: str) -> None:
-    """A schedule's forward-only `eval`, before training and between its steps: the outputs, and no gradients."""
-    training = train(fsdp2, name)
-    alone = OneProcess(2 * len(training.modules))
-    for step in range(2):
-        inputs, target = data(step, pipeline_mesh().get_local_rank("dp"))
-        args = (inputs,) if 0 in training.modules else ()
-        is_last = training.schedule._num_stages - 1 in training.modules
-        kwargs = {"target": target} if is_last else {}
-        with torch.no_grad():
-            output = training.schedule.eval(*args, **kwargs)
-        assert (output is not None) == is_last
-        if is_last:
-            assert_close(output, alone.model(inputs), rtol=1e-5, atol=1e-6)
-        assert all(param.grad is None for param in training.params().values())
-        training.step(step)
-        alone.step(step)
-        for key, param in training.params().items():
-            assert_close(
-                local(param.grad), shard_like(alone.model.get_parameter(key).grad, param), rtol=1e-4, atol=1e-6
-            )
-        for each in (training, alone):
-            each.optim.step()
-            each.optim.zero_grad()
+    """Before training and between its steps."""
+    race(name, evaluates=True)
 
 
 def sharded_pair() -> Sequence[Any]:

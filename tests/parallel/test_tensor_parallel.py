@@ -14,37 +14,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import fsdp2
+from tests.helpers.models import error_of
 from tests.helpers.parity_models import local, mean_gradients, shard_like
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import (
-    API,
     DIM,
-    PLANS,
-    TpLm,
     assert_tp_gradients,
-    count_comms,
     data_rank,
     dp_tp,
     mesh_of,
-    ours_only,
-    parallelize,
     placements_after,
     quiet,
-    token_batch,
-    tp_pair,
     tp_race,
 )
-
-every_plan = pytest.mark.parametrize("plan", PLANS)
-
-
-def error_of(call: Any, *args: Any, **kwargs: Any) -> Exception | None:
-    """What the call raised."""
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        return error
-    return None
 
 
 @on_ranks(4)
@@ -57,7 +39,7 @@ def test_sharded_parameters(rank: int, world_size: int, size: int) -> None:
     plain = copy.deepcopy(model)
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     before = {name: (param.shape, param.stride()) for name, param in model.named_parameters()}
-    API.fully_shard(model, mesh=mesh["dp"])
+    fsdp2.fully_shard(model, mesh=mesh["dp"])
     expected: dict[str, tuple[Placement, ...]] = {
         "0.weight": (_StridedShard(0, split_factor=2), Shard(0)),
         "0.bias": (_StridedShard(0, split_factor=2), Shard(0)),
@@ -91,7 +73,7 @@ def test_unsharded_parameters(rank: int, world_size: int, size: int) -> None:
         if isinstance(param, DTensor)
     }
     assert len(form) == 4
-    API.fully_shard(model, mesh=mesh["dp"])
+    fsdp2.fully_shard(model, mesh=mesh["dp"])
     in_shards = dict(model.named_parameters())
     model.unshard()
     unsharded = dict(model.named_parameters())
@@ -110,33 +92,6 @@ def test_unsharded_parameters(rank: int, world_size: int, size: int) -> None:
     for name, param in model.named_parameters():
         assert torch.equal(local(param.detach()), before[name]), name
     model.reshard()
-
-
-@on_ranks(4)
-@every_plan
-@pytest.mark.parametrize(("raf", "gathers"), [(True, 6), (None, 5), (False, 3)])
-def test_numbers_of_collectives(rank: int, world_size: int, plan: str, raf: bool | None, gathers: int) -> None:
-    """Behaviour 132, 160: one all-gather and one reduce-scatter a unit, DTensors or not."""
-    _, model = tp_pair(plan=plan, reshard_after_forward=raf)
-    for step in range(2):
-        with count_comms() as counts:
-            token_batch(model, step, data_rank(dp_tp()))
-        assert counts == {"all_gather": gathers, "reduce_scatter": 3, "all_reduce": 0}
-
-
-@on_ranks(4)
-@ours_only("it has no events")
-def test_sizes_of_collectives(rank: int, world_size: int) -> None:
-    """Behaviour 23: the shards over dp of what TP left on this rank travel, padded, over the dp axis only."""
-    parts = [local(param) for param in parallelize(TpLm(), dp_tp()["tp"]).get_submodule("blocks.0").parameters()]
-    padded = sum(-(-part.shape[0] // 2) * part[0:1].numel() for part in parts)
-    _, model = tp_pair()
-    with fsdp2.events.record() as log:
-        token_batch(model, 0, data_rank(dp_tp()))
-    assert {(e.kind, e.numel, e.group_size) for e in log if e.group_size and e.unit == "blocks.0"} == {
-        ("all_gather", 2 * padded, 2),
-        ("reduce_scatter", padded, 2),
-    }
 
 
 def other_dim(param: nn.Parameter) -> Shard | None:
@@ -164,7 +119,7 @@ def test_shard_dim_that_tp_uses(rank: int, world_size: int, dim: int) -> None:
     model: Any = nn.Linear(8, 4)
     plain = copy.deepcopy(model)
     parallelize_module(model, mesh["tp"], RowwiseParallel(input_layouts=Replicate()))
-    API.fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(dim) if p.ndim == 2 else None)
+    fsdp2.fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(dim) if p.ndim == 2 else None)
     assert model.weight.placements == (_StridedShard(1, split_factor=2), Shard(1))
     assert torch.equal(model.weight.to_local(), shard_like(plain.weight, model.weight))
     assert torch.equal(model.weight.full_tensor(), plain.weight)
@@ -176,14 +131,12 @@ def test_shard_dim_that_tp_uses(rank: int, world_size: int, dim: int) -> None:
 
 
 @on_ranks(4)
-@ours_only("NotImplementedError (Behaviour 75)")
 def test_reshard_to_a_smaller_group(rank: int, world_size: int) -> None:
     """Behaviour 75: an int for `reshard_after_forward` trains as one process does."""
     tp_race(dp_tp(4, 1), reshard_after_forward=2, torch=False).run(3)
 
 
 @on_ranks(4)
-@ours_only("it looks only at DTensors that would have to move, and none on meta has to")
 def test_tp_mesh_of_another_device_type(rank: int, world_size: int) -> None:
     """Behaviour 161: a parameter on a mesh of another device type is refused, naming both types."""
     other = mesh_of((2, 2), ("dp", "tp"), "meta")["tp"]
@@ -192,6 +145,5 @@ def test_tp_mesh_of_another_device_type(rank: int, world_size: int) -> None:
     weight: Any = DTensor.from_local(local_part, other, [Shard(0)], run_check=False)
     weight._is_param = True  # as nn.Parameter does, but for the detach, which torch 2.15 cannot do on such a mesh
     model.weight = weight.requires_grad_()
-    error = error_of(API.fully_shard, model, mesh=dp_tp()["dp"])
-    assert isinstance(error, ValueError), error
-    assert "meta" in str(error) and "cpu" in str(error) and "weight" in str(error)
+    error = error_of(ValueError, lambda: fsdp2.fully_shard(model, mesh=dp_tp()["dp"]))
+    assert "meta" in error and "cpu" in error and "weight" in error

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing import assert_close
 
+import fsdp2
 from tests.helpers.parity_models import full, local, shard_like
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import (
-    API,
     PLANS,
     TpLm,
     count_comms,
@@ -79,7 +79,7 @@ def test_two_model_axes(rank: int, world_size: int, sizes: tuple[int, int, int])
     model: Any = nn.Module()
     model.weight = nn.Parameter(distribute_tensor(whole, mesh["ep", "tp"], [Shard(0), Shard(1)]))
     model.forward = lambda: model.weight.redistribute(placements=[Replicate()] * 2).to_local().square().sum()
-    API.fully_shard(model, mesh=mesh["dp"])
+    fsdp2.fully_shard(model, mesh=mesh["dp"])
     first = _StridedShard(0, split_factor=2) if sizes[1] == 2 else Shard(0)
     assert model.weight.placements == (first, Shard(0), Shard(1))
     assert model.weight.device_mesh == mesh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ import fsdp2
 from tests.helpers.parity_models import mean_gradients
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import (
-    API,
     DIM,
     PLANS,
     TpLm,
@@ -36,15 +36,19 @@ from tests.helpers.tp_models import (
 )
 
 every_plan = pytest.mark.parametrize("plan", PLANS)
-every_raf = pytest.mark.parametrize("raf", [True, False, None])
 
 
 @on_ranks(4)
 @every_plan
-@every_raf
-def test_training(rank: int, world_size: int, plan: str, raf: bool | None) -> None:
-    """Behaviour 158, 176: several Adam steps, bit by bit as torch's FSDP2, and close to one process."""
-    tp_race(dp_tp(), plan=plan, reshard_after_forward=raf, exact=True).run(3)
+@pytest.mark.parametrize(("raf", "use_reentrant"), [(True, False), (True, True), (False, None), (None, None)])
+def test_training(rank: int, world_size: int, plan: str, raf: bool | None, use_reentrant: bool | None) -> None:
+    """Behaviour 118, 158, 175, 176: several Adam steps, bit by bit as torch's FSDP2, and close to one process."""
+    build = partial(TpLm, use_reentrant=use_reentrant)
+    model: Any = tp_race(dp_tp(), build, plan=plan, reshard_after_forward=raf, exact=True).run(3)
+    with count_comms() as counts:
+        token_batch(model, 5, data_rank(dp_tp()))
+    gathers = {True: 6, None: 5, False: 3}[raf]  # recomputation gathers nothing again
+    assert counts == {"all_gather": gathers, "reduce_scatter": 3, "all_reduce": 0}
 
 
 @on_ranks(2)
@@ -56,71 +60,28 @@ def test_axes_of_one_rank(rank: int, world_size: int, sizes: tuple[int, int], pl
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("use_reentrant", [False, True])
 @every_plan
-def test_activation_checkpointing(rank: int, world_size: int, use_reentrant: bool, plan: str) -> None:
-    """Behaviour 118, 175: recomputation gathers nothing again, and computes the same."""
-    mesh = dp_tp()
-    model: Any = tp_race(
-        mesh, lambda: TpLm(use_reentrant=use_reentrant), plan=plan, reshard_after_forward=True, exact=True
-    ).run(2)
-    with count_comms() as counts:
-        token_batch(model, 5, data_rank(mesh))
-    assert counts == {"all_gather": 6, "reduce_scatter": 3, "all_reduce": 0}
-
-
-@on_ranks(4)
-@every_plan
-@every_raf
-def test_mixed_precision(rank: int, world_size: int, plan: str, raf: bool | None) -> None:
+def test_mixed_precision(rank: int, world_size: int, plan: str) -> None:
     """Behaviour 113, 114, 116: bf16 on the TP mesh for computation, fp32 for reduction, shards and gradients."""
     mesh = dp_tp()
 
     def shard(api: Any, model: nn.Module) -> Any:
         policy = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        return tp_shard(api, model, mesh, plan, mp_policy=policy, reshard_after_forward=raf)
+        return tp_shard(api, model, mesh, plan, mp_policy=policy, reshard_after_forward=True)
 
     # Gradients that are Partial over tp are summed over it in bf16 by torch, in either dtype by us: close, not equal.
     exact = plan == "plain_norms"
     model: Any = tp_race(mesh, shard=shard, plain=False, exact=exact, rtol=0.05, by_norm=True, optim=sgd).run(3)
     assert {param.dtype for param in model.parameters()} == {torch.float32}
-    model.unshard()
-    assert {param.dtype for name, param in model.named_parameters() if "blocks" not in name} == {torch.bfloat16}
-    model.reshard()
     model.blocks[0].unshard()
     weight = model.blocks[0].up.weight
     assert (weight.dtype, weight.to_local().dtype) == (torch.bfloat16, torch.bfloat16)
-    model.blocks[0].reshard()
     plain = TpLm()
-    model = shard(API, copy.deepcopy(plain))
+    model = shard(fsdp2, copy.deepcopy(plain))
     with quiet():
         token_batch(model, 0, data_rank(mesh))
     expected = mean_gradients(plain, data_ranks(mesh), lambda m, r: token_batch(m, 0, r))
     assert_tp_gradients(model, expected, rtol=0.1, atol=0.01)
-
-
-@on_ranks(4)
-@every_plan
-@pytest.mark.parametrize("keep", [False, True], ids=["reshard", "keep"])
-def test_gradient_accumulation(rank: int, world_size: int, plan: str, keep: bool) -> None:
-    """Behaviour 96, 97: three microbatches, reduced with the last; nothing travels before."""
-    mesh = dp_tp()
-
-    def backward(model: Any, step: int, batch_rank: int) -> Tensor:
-        loss = torch.zeros(())
-        for micro in range(3):
-            if isinstance(model, (API.FSDPModule, fsdp2.FSDPModule)):
-                model.set_requires_gradient_sync(micro == 2)
-                if keep:
-                    model.set_reshard_after_backward(micro == 2)
-            loss = loss + token_batch(model, 3 * step + micro, batch_rank)
-        return loss
-
-    options = {"reshard_after_forward": False} if keep else {}
-    model = tp_race(mesh, plan=plan, backward=backward, **options).run(2)
-    with count_comms() as counts:
-        backward(model, 0, data_rank(mesh))
-    assert (counts["all_gather"], counts["reduce_scatter"]) == (3 if keep else 15, 3)
 
 
 class Weighted(nn.Module):
@@ -145,7 +106,7 @@ def test_gradients_are_laid_out_as_the_parameter(
 ) -> None:
     """Behaviour 26: a gradient that is Partial over the TP axis is summed over it before it is averaged over dp."""
     mesh = dp_tp()
-    model: Any = API.fully_shard(Weighted(mesh["tp"], placement), mesh=mesh["dp"])
+    model: Any = fsdp2.fully_shard(Weighted(mesh["tp"], placement), mesh=mesh["dp"])
     x = torch.arange(8.0).view(4, 2) * (1 + mesh.get_local_rank("dp"))
     if grad_placement == Partial():
         x = x + mesh.get_local_rank("tp")
@@ -162,7 +123,7 @@ def test_gradients_are_laid_out_as_the_parameter(
 def test_differently_placed_gradients_add_up(rank: int, world_size: int) -> None:
     """Behaviour 96: a Partial and a Replicate gradient of two microbatches, and a sharded one before, make one sum."""
     mesh = dp_tp()
-    model: Any = API.fully_shard(Weighted(mesh["tp"], Replicate()), mesh=mesh["dp"])
+    model: Any = fsdp2.fully_shard(Weighted(mesh["tp"], Replicate()), mesh=mesh["dp"])
     ones = torch.ones(4, 2)
     model(ones, Replicate()).backward()
     model.set_requires_gradient_sync(False)
@@ -194,7 +155,7 @@ def test_unused_parameters_reduce_zeros(rank: int, world_size: int) -> None:
         "layers.1": RowwiseParallel(input_layouts=Replicate()),
     }
     parallelize_module(model, mesh["tp"], style)
-    API.fully_shard(model, mesh=mesh["dp"])
+    fsdp2.fully_shard(model, mesh=mesh["dp"])
     model.set_reduce_scatter_unused_params(True)
     x = torch.arange(2.0 * DIM).view(2, DIM) / DIM
 
@@ -212,7 +173,7 @@ def test_ignored_parameters(rank: int, world_size: int) -> None:
     mesh = dp_tp()
     model: Any = parallelize(TpLm(), mesh["tp"])
     ignored = model.blocks[0].up.weight
-    API.fully_shard(model, mesh=mesh["dp"], ignored_params={ignored})
+    fsdp2.fully_shard(model, mesh=mesh["dp"], ignored_params={ignored})
     assert model.blocks[0].up.weight is ignored
     assert (ignored.device_mesh, ignored.placements) == (mesh["tp"], (Shard(0),))
     with quiet():
