@@ -137,37 +137,6 @@ def test_replicas_and_buffers_take_the_values_of_the_first(rank: int, world_size
         assert buffer.eq(0).all()
 
 
-@on_ranks(2)
-def test_what_is_not_on_the_meta_device_keeps_its_values(rank: int, world_size: int) -> None:
-    with torch.device("meta"):
-        model = Net()
-    model.up = nn.Linear(6, 5)
-    nn.init.constant_(model.up.weight, 2.0)
-    shard(model, None)
-    model.up.reset_parameters = lambda: None  # type: ignore[method-assign]
-    materialize(model, seed=0)
-    assert model.up.weight.to_local().eq(2.0).all()
-    assert not model.down.weight.is_meta
-
-
-@on_ranks(2)
-def test_a_models_own_init_weights_is_called(rank: int, world_size: int) -> None:
-    class WithInit(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def init_weights(self) -> None:
-            nn.init.constant_(self.layer.weight, 1.5)
-            nn.init.zeros_(self.layer.bias)
-
-    with torch.device("meta"):
-        model = WithInit()
-    fully_shard(model)
-    materialize(model)
-    assert model.layer.weight.to_local().eq(1.5).all()
-
-
 class ThroughData(nn.Module):
     """As transformers' models and many others do: `.data`, of which torch keeps no count."""
 

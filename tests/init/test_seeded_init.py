@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import ArgumentError, UnsupportedError, ZeroPolicy, fully_shard
 from fsdp2.init import seeded, sequential
 from tests.helpers.parity_models import TORCH_VERSION, full, local, mesh_2d, shard_like
 from tests.helpers.ranks import on_ranks
 from tests.helpers.threads import fake_world
-from tests.helpers.tp_models import PLANS, TpLm, dp_axes, dp_tp, hsdp_tp, parallelize, tokens
+from tests.helpers.tp_models import PLANS, TpLm, dp_axes, dp_tp, hsdp_tp, parallelize
 
 every_mode = pytest.mark.parametrize("mode", ["sequential", "blocks"])
 
@@ -102,23 +100,23 @@ def test_a_model_is_that_of_one_process(rank: int, world_size: int, mode: str) -
 
 @on_ranks(4)
 @every_mode
-@pytest.mark.parametrize("layout", ["hsdp", "sharded replicas", "other dims", "no sharding"])
-def test_layouts_of_data_parallelism(rank: int, world_size: int, mode: str, layout: str) -> None:
+def test_layouts_of_data_parallelism(rank: int, world_size: int, mode: str) -> None:
     plain, drawn = initialised(None if mode == "sequential" else mode)
-    model = Zoo()
-    options: dict[str, Any] = {
-        "hsdp": {"mesh": mesh_2d(2, 2)},
-        "sharded replicas": {"zero": ZeroPolicy(3, shard_size=2, shard_replicas=True)},
-        "other dims": {"shard_placement_fn": lambda param: Shard(param.ndim - 1) if param.ndim else None},
-        "no sharding": {"zero": ZeroPolicy(0)},
-    }[layout]
-    fully_shard(model.encoder, **options)
-    fully_shard(model, **options)
-    with seeded(5, mode=mode):
-        model.apply(reset)
-        assert torch.equal(torch.randn(20), drawn)
-    for (name, param), (_, whole) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        assert torch.equal(full(param), whole), name
+    layouts: list[dict[str, Any]] = [
+        {"mesh": mesh_2d(2, 2)},
+        {"zero": ZeroPolicy(3, shard_size=2, shard_replicas=True)},
+        {"shard_placement_fn": lambda param: Shard(param.ndim - 1) if param.ndim else None},
+        {"zero": ZeroPolicy(0)},
+    ]
+    for options in layouts:
+        model = Zoo()
+        fully_shard(model.encoder, **options)
+        fully_shard(model, **options)
+        with seeded(5, mode=mode):
+            model.apply(reset)
+            assert torch.equal(torch.randn(20), drawn)
+        for (name, param), (_, whole) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            assert torch.equal(full(param), whole), (name, options)
 
 
 @on_ranks(4)
@@ -258,12 +256,12 @@ def check_function(
 
 @on_ranks(2, 3)
 @every_mode
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions(rank: int, world_size: int, mode: str, name: str) -> None:
+def test_functions(rank: int, world_size: int, mode: str) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
-    for shape in ((9, 5), (6, 8)):
-        for placement in (Shard(0), Shard(1), Replicate()):
-            check_function(FUNCTIONS[name], shape, mode, mesh, placement)
+    for function in FUNCTIONS.values():
+        for shape in ((9, 5), (6, 8)):
+            for placement in (Shard(0), Shard(1), Replicate()):
+                check_function(function, shape, mode, mesh, placement)
 
 
 @on_ranks(4)
@@ -272,9 +270,7 @@ def test_functions(rank: int, world_size: int, mode: str, name: str) -> None:
 def test_functions_where_ranks_own_nothing(rank: int, world_size: int, mode: str) -> None:
     """A row for some of the ranks only, cut over two axes, and cut in both dims; more than two dims."""
     mesh = mesh_2d(2, 2)
-    one_row: dict[str, Callable[[Tensor], Any]] = {name: FUNCTIONS[name] for name in ("normal", "orthogonal", "chunks")}
-    one_row |= {"plain operands": FUNCTIONS["plain operands"], "trunc_normal": FUNCTIONS["trunc_normal"]}
-    for function in one_row.values():
+    for function in map(FUNCTIONS.__getitem__, ("normal", "orthogonal", "chunks", "plain operands", "trunc_normal")):
         for placements in ([Shard(0), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Shard(0)]):
             check_function(function, (3, 2), mode, mesh, *placements)
     for function in (nn.init.orthogonal_, nn.init.dirac_, lambda w: nn.init.xavier_normal_(w)):
@@ -292,10 +288,7 @@ def test_dtypes(rank: int, world_size: int, mode: str, dtype: torch.dtype) -> No
     if dtype.is_floating_point:
         ops += [lambda w: w.normal_(), lambda w: w.uniform_(-1, 1), lambda w: w.exponential_()]
     for op in ops:
-        plain, sharded = (
-            torch.zeros(7, 5, dtype=dtype),
-            cut(torch.zeros(7, 5, dtype=dtype), mesh, [Shard(0)]),
-        )
+        plain, sharded = torch.zeros(7, 5, dtype=dtype), cut(torch.zeros(7, 5, dtype=dtype), mesh, [Shard(0)])
         for tensor in (plain, sharded):
             with seeded(3, mode=mode):
                 op(tensor)
@@ -389,36 +382,17 @@ def test_other_default_devices_and_dtypes(rank: int, world_size: int, mode: str)
     assert sharded.full_tensor()[1:5, 2].eq(4).all()
 
 
-class Collectives(TorchDispatchMode):
-    """Notes the collectives of DTensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in str(func):
-            self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def no_collectives() -> Iterator[None]:
-    with Collectives() as seen:
-        yield
-    assert not seen.names
-
-
 @on_ranks(3)
 @every_mode
 def test_initialisation_does_not_communicate(rank: int, world_size: int, mode: str) -> None:
     """But for `trunc_normal_`, of which the docstring says so, and slices."""
     model = fully_shard(nn.TransformerEncoderLayer(10, 2, 7, batch_first=True))
     extra = [nn.init.orthogonal_, nn.init.xavier_normal_, lambda w: w.copy_(torch.randn(w.shape))]
-    with no_collectives(), seeded(1, mode=mode), no_collectives(), torch.no_grad():
+    with CommDebugMode() as seen, seeded(1, mode=mode), torch.no_grad():
         model.apply(reset)
         for function in extra:
             function(model.linear1.weight)
+    assert not seen.get_total_counts()
 
 
 @on_ranks(2)
@@ -441,19 +415,3 @@ def test_errors(rank: int, world_size: int, mode: str) -> None:
         with pytest.raises(RuntimeError):
             cut(torch.ones(6, dtype=torch.int64), mesh, [Shard(0)]).normal_()
     assert torch.equal(sharded.to_local(), torch.ones(3, 6))
-
-
-@on_ranks(2)
-def test_story_equal_seeds_gave_equal_rows(rank: int, world_size: int) -> None:
-    """pytorch#168058: with the same seed on all ranks, and no context, each rank draws the same rows."""
-    mesh: DeviceMesh = init_device_mesh("cpu", (2,))
-    model = fully_shard(nn.Linear(4, 8, bias=False), mesh=mesh)
-    plain = copy.deepcopy(nn.Linear(4, 8, bias=False))
-    torch.manual_seed(0)
-    plain.reset_parameters()
-    with seeded(0):
-        model.reset_parameters()
-    whole = full(model.weight)
-    assert not torch.equal(whole[:4], whole[4:])
-    assert torch.equal(whole, plain.weight)
-    assert torch.equal(model(tokens(0, 0).float()), plain(tokens(0, 0).float()))
