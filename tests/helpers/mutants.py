@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
-__all__ = ["mutated"]
+__all__ = ["Mutant", "mutated"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wait, record or keep-alive that is taken out of the library.
+
+    Attributes:
+        module: below ``fsdp2``.
+        old, new: text that the module has once, and what stands there instead.
+        program: runs the line with something at stake.
+    """
+
+    name: str
+    module: str
+    old: str
+    new: str
+    program: str
+
+    def planted(self) -> AbstractContextManager[None]:
+        """The library has the fault."""
+        return mutated(self.module, [(self.old, self.new)])
 
 
 @contextmanager

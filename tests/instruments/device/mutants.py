@@ -1,31 +1,23 @@
 """Waits, records and keep-alives of the library, taken out one at a time on the lagging device.
 
-    python -m tests.instruments.device.mutants            # all, or those whose names contain an argument
-
 The list is that of the race detector (`races/mutants.py`), and some more in what the detector has stand-ins for.
 A mutant is found if training or a scenario gives other numbers than on the CPU, or an error, under one of the seeds.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import time
-
-os.environ["RES_OPTIONS"] = "attempts:0"
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
 import torch
 import torch.distributed as dist
 
-from tests.helpers.ranks import RanksFailed, close_pools, run_on_ranks
+from tests.helpers.mutants import Mutant
+from tests.helpers.ranks import RanksFailed, run_on_ranks
 from tests.instruments.device import lagging
 from tests.instruments.device.ranks import SEEDS
 from tests.instruments.device.scenarios import SCENARIOS
 from tests.instruments.device.training import ON_FOUR, differs, expected_of
-from tests.instruments.races.mutants import MEMORY, MUTANTS, STEP, Mutant
+from tests.instruments.races.mutants import MEMORY, MUTANTS, STEP
 
-__all__ = ["MUTANTS_HERE", "found", "harmless"]
+__all__ = ["MUTANTS_HERE", "found"]
 
 # The program of each mutant for the detector, and what has the same at stake here: features, and scenarios.
 TRAININGS: dict[str, tuple[str, ...]] = {
@@ -84,30 +76,6 @@ MORE: tuple[Mutant, ...] = (
         "() == self._device.index:\n            event.wait()\n",
         "() == self._device.index:\n            pass\n",
         "plain",
-    ),
-    Mutant(
-        "streams: the wait is on the host",
-        "runtime.streams",
-        "() == self._device.index:\n            event.wait()\n",
-        "() == self._device.index:\n            event.synchronize()\n",
-        "plain",
-        harmless="stricter; only the overlap is lost",
-    ),
-    Mutant(
-        "streams: gathers are on the stream of reductions",
-        "runtime.streams",
-        "in (gather, reduce, all_reduce, torch",
-        "in (reduce, reduce, all_reduce, torch",
-        "plain",
-        harmless="fewer streams are stricter",
-    ),
-    Mutant(
-        "streams: the stream stays the current one",
-        "runtime.streams",
-        "        torch.accelerator.set_stream(self._before)\n",
-        "        pass\n",
-        "plain",
-        harmless="everything is on one side stream from the first block on, in its order",
     ),
     Mutant(
         "streams: events are those of the default stream",
@@ -215,14 +183,6 @@ MORE: tuple[Mutant, ...] = (
         "states_on_disk",
     ),
     Mutant(
-        "disk: who changes something does not wait",
-        DISK,
-        '        """Write some bytes, after the step is complete."""\n        self._wait()\n',
-        "",
-        "states_on_disk",
-        harmless="who changes something has looked at it, and has waited",
-    ),
-    Mutant(
         "disk: who looks waits for files only",
         DISK,
         "        if settle is not None:\n            settle()\n",
@@ -235,22 +195,6 @@ MORE: tuple[Mutant, ...] = (
         "        self.finish()\n\n    def _place",
         "\n    def _place",
         "states_on_disk",
-    ),
-    Mutant(
-        "disk: the optimizer does not wait for files",
-        "optim.offloaded_part",
-        "            self._staged.finish()\n",
-        "            pass\n",
-        "states_on_disk",
-        harmless="who looks at a state, or changes it, waits for its file",
-    ),
-    Mutant(
-        "disk: a failed step does not wait for what is read",
-        DISK,
-        "        wait([self._reads])\n        wait(self._begun)\n",
-        "",
-        "states_on_disk",
-        harmless="`fetch` has waited, unless a read could not begin, which is tested without a device",
     ),
     Mutant(
         "disk: there is always room",
@@ -282,21 +226,20 @@ MORE: tuple[Mutant, ...] = (
     ),
 )
 
-SAME_VALUES = "a race, but the gather writes the values that compute reads there: between steps it waits for compute"
-OF_CPU = "in the CPU's messages, which this device does not use"
-# Why a mutant that matters to the detector changes no number here.
-HARMLESS: dict[str, str] = {
-    "gather: no wait for kept memory": SAME_VALUES,
-    "gather: kept memory is not in use": SAME_VALUES,
-    "release: taken back without a wait": SAME_VALUES,
-    "gather: copied out before the wait": "what was copied too early is copied again after the wait",
-    "checkpoint: a buffer is reused before its copy is done": "a blocking copy of this device ends when it returns; on "
-    "CUDA one to another dtype is two operations",
-    "activations: used and freed while a copy reads them": "what was copied to the host too late is not used",
-    "comm: messages are not waited for": OF_CPU,
-    "comm: the sum is gathered before it is there": OF_CPU,
-    "comm: the gathered sum is not waited for": OF_CPU,
-    "comm: the sum is gathered before it is copied": OF_CPU,
+# They change no number here. The gather writes the values that compute reads there, for between steps it waits for
+# compute. What is copied too early is copied again after the wait; what is copied to the host too late is not used. A
+# blocking copy of this device ends when it returns. The CPU's messages are not used.
+NOT_HERE = {
+    "gather: no wait for kept memory",
+    "gather: kept memory is not in use",
+    "release: taken back without a wait",
+    "gather: copied out before the wait",
+    "checkpoint: a buffer is reused before its copy is done",
+    "activations: used and freed while a copy reads them",
+    "comm: messages are not waited for",
+    "comm: the sum is gathered before it is there",
+    "comm: the gathered sum is not waited for",
+    "comm: the sum is gathered before it is copied",
 }
 # Mutants that something else shows than the program of the detector.
 ELSEWHERE: dict[str, tuple[str, ...]] = {
@@ -305,16 +248,12 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "offload: the host does not wait after a forward without gradients": ("offload, evaluated",),
 }
 
-MUTANTS_HERE: tuple[Mutant, ...] = (*MUTANTS, *MORE)
+MUTANTS_HERE = tuple(mutant for mutant in (*MUTANTS, *MORE) if mutant.name not in NOT_HERE)
 
 
 def names_of(mutant: Mutant) -> tuple[str, ...]:
     """The features and scenarios that run with the mutant."""
     return ELSEWHERE.get(mutant.name, TRAININGS[mutant.program])
-
-
-def harmless(mutant: Mutant) -> str:
-    return mutant.harmless or HARMLESS.get(mutant.name, "")
 
 
 def body(rank: int, world_size: int, index: int) -> str:
@@ -343,12 +282,9 @@ def num_ranks(mutant: Mutant) -> int:
 
 def found(mutant: Mutant) -> str:
     """What is wrong with the mutant; ranks that hang or die count too. "" for one that survives."""
-    index = MUTANTS_HERE.index(mutant)
-    timeout_s = 300 if harmless(mutant) else 100  # all seeds of two scenarios take a minute on a busy machine
+    ranks, index = num_ranks(mutant), MUTANTS_HERE.index(mutant)
     try:
-        answers: list[str] = run_on_ranks(
-            body, num_ranks(mutant), index=index, timeout_s=timeout_s, device=lagging.__name__
-        )
+        answers: list[str] = run_on_ranks(body, ranks, index=index, timeout_s=100, device=lagging.__name__)
     except RanksFailed as error:
         return f"raised: {last_line(str(error))}"
     return answers[0]
@@ -358,24 +294,3 @@ def last_line(text: str) -> str:
     """The error of a rank, without its traceback."""
     lines = [line for line in text.splitlines() if "Error" in line or "hung" in line or "died" in line]
     return lines[-1] if lines else text[:200]
-
-
-def main() -> None:
-    words = sys.argv[1:]
-    chosen = [mutant for mutant in MUTANTS_HERE if not words or any(word in mutant.name for word in words)]
-    lagging.library()
-    survived = []
-    for mutant in chosen:
-        start = time.monotonic()
-        text = " ".join(found(mutant).split())
-        if not text and not harmless(mutant):
-            survived.append(mutant.name)
-        shown = text[:140] or harmless(mutant) or "SURVIVED"
-        print(f"{mutant.name} ({time.monotonic() - start:.1f} s): {shown}", flush=True)
-    close_pools()
-    dangerous = sum(not harmless(mutant) for mutant in chosen)
-    print(f"{dangerous - len(survived)} of {dangerous} that matter are found; survived: {survived}")
-
-
-if __name__ == "__main__":
-    main()

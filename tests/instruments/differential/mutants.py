@@ -1,25 +1,16 @@
 """Faults put into the runtime on purpose, and a program of the fuzzer that finds each.
 
-    python -m tests.instruments.differential.mutants            # all of them, or those that are named
-
 The kept program `missed/NAME.json` must differ with the fault, and be the same without it.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["RES_OPTIONS"] = "attempts:0"
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
 from tests.helpers.mutants import mutated
-from tests.helpers.ranks import close_pools
 from tests.instruments.differential.interpret import run_program
 from tests.instruments.differential.program import Program
 from tests.instruments.differential.runner import run
@@ -127,17 +118,3 @@ def find(mutant: Mutant) -> str:
         return ""
     result = run(program, body=run_mutated, name=mutant.name)
     return "" if result.kind == "same" else f"{result.kind} at action {result.at}: {result.text}"
-
-
-def main() -> None:
-    names = sys.argv[1:]
-    for mutant in (*MISSED, *MISSED_BEFORE):
-        if not names or mutant.name in names:
-            start = time.monotonic()
-            found = find(mutant).partition("\n")[0][:110] or "NOT FOUND"
-            print(f"{mutant.name}: {time.monotonic() - start:.1f} s: {found}", flush=True)
-    close_pools()
-
-
-if __name__ == "__main__":
-    main()

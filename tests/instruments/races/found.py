@@ -6,8 +6,9 @@ from __future__ import annotations
 import gc
 
 from fsdp2.comm.gloo import _unwaited
+from tests.helpers.mutants import Mutant
 from tests.helpers.ranks import run_on_ranks
-from tests.instruments.races.mutants import MUTANTS, Mutant
+from tests.instruments.races.mutants import MUTANTS
 from tests.instruments.races.programs import num_ranks, run
 
 __all__ = ["found", "look_for"]

@@ -1,20 +1,15 @@
-"""Waits, records and keep-alives of the library, to be taken out one at a time.
-
-`python -m tests.instruments.races` does that, and shows what the race detector says of each.
-"""
+"""Waits, records and keep-alives of the library, to be taken out one at a time."""
 
 from __future__ import annotations
 
-from tests.instruments.races.mutant import Mutant
+from tests.helpers.mutants import Mutant
 from tests.instruments.races.mutants_of_offload import OF_OFFLOAD
 
-__all__ = ["MUTANTS", "Mutant"]
+__all__ = ["MUTANTS"]
 
 
 BUCKET, REDUCTION, STEP, MEMORY = (f"runtime.{name}" for name in ("bucket", "reduction", "step", "storage"))
-SAME_STREAM = "all that is done with it is in the order of one stream"
 SCALED = "flat = _scaled(plan, flat, scaling.post, settings, streams, kept)  # [5]\n"
-WORK_HOLDS = "the work handle holds it until the stream has waited"
 
 MUTANTS: tuple[Mutant, ...] = (
     # --- all-gathers ---
@@ -42,14 +37,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "            finish()\n        finish = partial(streams.wait, streams.record())\n",
         "plain",
     ),
-    Mutant(
-        "gather: frozen parameters are copied to the host on the compute stream",
-        "extras.kept",
-        "with torch.no_grad(), memory.streams.gathering():",
-        "with torch.no_grad():",
-        "frozen",
-        harmless="slower only: the next gather waits for the release of the unit's memory, which comes after the copy",
-    ),
     Mutant("gather: no wait for kept memory", BUCKET, "streams.wait(used)", "pass", "kept"),
     Mutant(
         "gather: kept memory is not in use",
@@ -59,27 +46,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "kept",
     ),
     Mutant(
-        "gather: copies on the smaller mesh are not in use",
-        BUCKET,
-        "self.phase is Phase.PART or self.source.follows_compute",
-        "self.source.follows_compute",
-        "smaller",
-        harmless="`make_room` waits for the release of the unit's memory, which comes after its copies were made",
-    ),
-    Mutant(
         "gather: no room is made",
         BUCKET,
         "memory.make_room(source.base, prefetching)\n",
         "pass\n",
         "again",
-    ),
-    Mutant(
-        "gather: on the compute stream",
-        BUCKET,
-        "with named, streams.gathering():",
-        "with named:",
-        "plain",
-        harmless="slower, but in the order of one stream",
     ),
     Mutant(
         "gather: the collective is not waited for",
@@ -122,14 +93,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "        with self.streams.gathering():\n            while self.released:\n                self._free_oldest()",
         "        while self.released:\n            self._free_oldest()",
         "added",
-    ),
-    Mutant(
-        "inner shards: freed while another stream is current",
-        BUCKET,
-        "            with memory.streams.gathering():\n                source.drop_part(self)",
-        "            source.drop_part(self)",
-        "inner",
-        harmless="the allocator gives a block back to the stream on which it was allocated, whatever is current",
     ),
     # --- what the optimizer changes ---
     Mutant(
@@ -176,35 +139,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "plain",
     ),
     Mutant(
-        "reduction: on the compute stream",
-        REDUCTION,
-        "    with streams.reducing():\n        # Gradients",
-        "    with NOTHING:\n        # Gradients",
-        "plain",
-        harmless="slower, but in the order of one stream",
-    ),
-    Mutant(
-        "reduction: gradients are not kept",
-        REDUCTION,
-        "kept += [*grads, *sent]",
-        "kept += sent",
-        "plain",
-        harmless="`_steps` keeps those of the compute stream; others belong to the reduce stream",
-    ),
-    Mutant(
         "reduction: gradients before a division are not kept",
         REDUCTION,
         "kept = [] if is_lazy else [*grads]",
         "kept = []",
         "half",
-    ),
-    Mutant(
-        "reduction: what is sent is not kept",
-        REDUCTION,
-        "kept += [*grads, *sent]",
-        "kept += grads",
-        "wire_over_nccl",
-        harmless=WORK_HOLDS,
     ),
     Mutant(
         "reduction: nothing is kept until the end",
@@ -368,24 +307,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if gathering is not None:\n            gathering.wait()\n",
         "replicated",
     ),
-    Mutant(
-        "comm: what a collective of the user's reads is not kept",
-        "extras.custom_comm",
-        "        kept.append(source)\n",
-        "",
-        "custom",
-        harmless=WORK_HOLDS,
-    ),
     # --- whole matrices ---
     Mutant("exchange: what travels is not waited for", "optim.exchange", "self._work.wait()", "pass", "matrices"),
-    Mutant(
-        "exchange: what is sent is not kept",
-        "optim.exchange",
-        "        self._buffers = in_one, received\n",
-        "        self._buffers = received, received\n",
-        "matrices",
-        harmless=WORK_HOLDS,
-    ),
     # --- checkpoints ---
     Mutant("staging: the host does not wait", "checkpoint.run.background", "    wait_for(ends)", "    pass", "staging"),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.instruments.races.mutant import Mutant
+from tests.helpers.mutants import Mutant
 
 __all__ = ["OF_OFFLOAD"]
 
@@ -74,37 +74,13 @@ OF_OFFLOAD: tuple[Mutant, ...] = (
     ),
     Mutant("step: the host does not wait for states", PART, "self._done.synchronize()", "pass", "staged_states"),
     Mutant(
-        "step: the last one is not waited for",
-        "optim.offloaded",
-        "        if part is not None:\n            part.settle()\n",
-        "",
-        "staged_states",
-        harmless="a part whose parameters are pending is made anew, and whoever looks at these waits",
-    ),
-    Mutant(
         "step: gradients are zeroed without a wait",
         "optim.offloaded",
         "        if not set_to_none:\n            self.wait()\n",
         "",
         "staged_states",
     ),
-    Mutant(
-        "step: state is loaded without a wait",
-        "optim.offloaded",
-        """        for part in self.__dict__.get("_known", _Known()).parts.values():\n            part.settle()\n""",
-        "",
-        "staged_states",
-        harmless="the parameters are pending still, and the step publishes to the state of before",
-    ),
     Mutant("pending: who looks does not wait", "optim.pending", "        self.settle()\n", "", "staged_states"),
-    Mutant(
-        "states: they are taken on the compute stream",
-        PART,
-        "        with self._stepping():\n            has_copied = ",
-        "        with torch.no_grad():\n            has_copied = ",
-        "staged_states",
-        harmless="a step for which states were copied is waited for at once",
-    ),
     Mutant(
         "states: they are fetched on another stream",
         PART,
@@ -134,14 +110,6 @@ OF_OFFLOAD: tuple[Mutant, ...] = (
         "self._there.to(HOST, non_blocking=True)",
         "states_on_disk",
     ),
-    Mutant(
-        "disk: the copy to the device does not block",
-        DISK,
-        "self._there.copy_(self.memory)",
-        "self._there.copy_(self.memory, non_blocking=True)",
-        "states_on_disk",
-        harmless="memory that is not pinned has been read when the copy returns",
-    ),
     # --- activations in host memory ---
     Mutant(
         "activations: a copy to the host does not wait",
@@ -149,14 +117,6 @@ OF_OFFLOAD: tuple[Mutant, ...] = (
         "            streams.wait(ready)\n            self._host = ",
         "            self._host = ",
         "activations",
-    ),
-    Mutant(
-        "activations: a copy to the host is on the compute stream",
-        ACTIVATIONS,
-        "        with torch.no_grad(), streams.copying():\n            streams.wait(ready)\n            self._host = ",
-        "        with torch.no_grad():\n            streams.wait(ready)\n            self._host = ",
-        "activations",
-        harmless="slower, but in the order of one stream",
     ),
     Mutant(
         "activations: the event is recorded before the copy to the host",
@@ -185,14 +145,6 @@ OF_OFFLOAD: tuple[Mutant, ...] = (
         "            streams.wait(ready)\n            self._tensor.c",
         "            self._tensor.c",
         "activations",
-    ),
-    Mutant(
-        "activations: a copy to the device is on the compute stream",
-        ACTIVATIONS,
-        "        with torch.no_grad(), streams.copying():\n            streams.wait(ready)\n            self._tensor.c",
-        "        with torch.no_grad():\n            streams.wait(ready)\n            self._tensor.c",
-        "activations",
-        harmless="slower, but in the order of one stream",
     ),
     Mutant(
         "activations: the event is recorded before the copy to the device",

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.mutants import Mutant
 from tests.helpers.ranks import on_ranks
 from tests.helpers.source_tree import ROOT
 from tests.instruments.device.mutants import MUTANTS_HERE
 from tests.instruments.differential.mutants import MISSED, MISSED_BEFORE
 from tests.instruments.races.found import found
-from tests.instruments.races.mutants import MUTANTS, Mutant
+from tests.instruments.races.mutants import MUTANTS
 from tests.instruments.races.programs import PROGRAMS, num_ranks, run
 
 COMPILES = "no dispatch mode works under torch.compile"
@@ -95,7 +96,7 @@ def test_silent_on_four_ranks(rank: int, world_size: int, name: str) -> None:
 
 def test_mutants_change_the_modules_of_today() -> None:
     """Those of the lagging device and the fuzzer too: one that changes nothing would raise, and count as found."""
-    for mutant in (*MUTANTS_HERE, *MISSED, *MISSED_BEFORE):
+    for mutant in (*MUTANTS, *MUTANTS_HERE, *MISSED, *MISSED_BEFORE):
         with mutant.planted():
             pass
 
@@ -108,10 +109,8 @@ SAMPLE = ("gather: no event after it", "reduction: nothing is kept until the end
     [pytest.param(each, id=each.name, marks=[] if each.name in SAMPLE else pytest.mark.exhaustive) for each in MUTANTS],
 )
 def test_a_wait_that_is_taken_out_is_found(mutant: Mutant) -> None:
-    """Every fault that is one; and that a harmless one is silent shows that the reason given for it holds."""
     text = found(mutant)
-    assert bool(text) is not bool(mutant.harmless), text
-    assert not text or "races" in text or "freed" in text, text
+    assert "races" in text or "freed" in text, text
 
 
 @pytest.mark.exhaustive
