@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,7 +25,16 @@ from tests.instruments.device.ranks import DEVICE, late
 from tests.instruments.device.scenarios_of_activations import SCENARIOS_OF_ACTIVATIONS
 from tests.instruments.device.scenarios_of_files import SCENARIOS_OF_FILES
 from tests.instruments.device.scenarios_of_sleep import SCENARIOS_OF_SLEEP
-from tests.instruments.device.steps import ADAM, assert_same, inputs, one_step, shared_folder, values
+from tests.instruments.device.steps import (
+    ADAM,
+    Scenario,
+    as_on_cpu,
+    assert_same,
+    inputs,
+    one_step,
+    shared_folder,
+    values,
+)
 from tests.instruments.device.training import ALL, FEATURES, Feature, mesh_of, sharded, train
 
 __all__ = ["SCENARIOS", "SCENARIOS_ON_FOUR"]
@@ -54,25 +62,19 @@ def two_units(rank: int, world_size: int, seed: int) -> None:
     assert counts["allocated"] - before < 0.1 * unit_bytes
 
 
-def states_loaded(rank: int, world_size: int, seed: int) -> None:
+def states_loaded(device: str, rank: int, world_size: int, seed: int) -> list[torch.Tensor]:
     """State that is loaded into a new optimizer, whose own rests in host memory, is that of its next step. (It was
     lost.)"""
-
-    def resumed(device: str) -> list[torch.Tensor]:
-        results = []
-        for policy in (fsdp2.Offload(), fsdp2.Offload(grads=True), fsdp2.Offload(grads=True, params=True)):
-            model = sharded(Feature({"offload_policy": policy}), device, world_size)
-            make = fsdp2.local_optimizer if device == "cpu" else fsdp2.offload_optimizer
-            first, second = (make(torch.optim.AdamW, model.parameters(), lr=0.1) for _ in range(2))
-            one_step(model, first, inputs(rank, device)[0])
-            second.load_state_dict(copy.deepcopy(first.state_dict()))
-            one_step(model, second, inputs(rank, device)[1])
-            results += values(model)
-        return results
-
-    expected = resumed("cpu")
-    with late(seed, 3000):  # later than the host, which copies a whole state before it looks
-        assert_same(resumed(DEVICE), expected)
+    results = []
+    for policy in (fsdp2.Offload(), fsdp2.Offload(grads=True), fsdp2.Offload(grads=True, params=True)):
+        model = sharded(Feature({"offload_policy": policy}), device, world_size)
+        make = fsdp2.local_optimizer if device == "cpu" else fsdp2.offload_optimizer
+        first, second = (make(torch.optim.AdamW, model.parameters(), lr=0.1) for _ in range(2))
+        one_step(model, first, inputs(rank, device)[0])
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        one_step(model, second, inputs(rank, device)[1])
+        results += values(model)
+    return results
 
 
 def evaluated_ahead(rank: int, world_size: int, seed: int) -> None:
@@ -102,12 +104,8 @@ def failed(rank: int, world_size: int, seed: int) -> None:
 
         out = model(batch(7, rank, 16).to(DEVICE))
         handle = model.blocks[1].up.register_full_backward_hook(lambda *_: fail(out))
-        try:
+        with pytest.raises(ValueError, match="on purpose"):
             model(batch(7, rank, 16).to(DEVICE)).square().mean().backward()
-        except ValueError:
-            pass
-        else:
-            raise AssertionError("backward did not raise")
         handle.remove()
         model.reset_iter_state()
         actual = train(model, FEATURES["plain"], DEVICE, rank)
@@ -135,43 +133,32 @@ def bad_batch(rank: int, world_size: int, seed: int) -> None:
     assert_same(actual, expected)
 
 
-def repeated(rank: int, world_size: int, seed: int) -> None:
+def repeated(device: str, rank: int, world_size: int, seed: int) -> list[torch.Tensor]:
     """A second backward of a graph begins to gather while compute is still within the last unit of the first one, whose
     memory it may not get."""
-    feature = FEATURES["two backwards of a graph"]
-
-    def gradients(device: str) -> list[torch.Tensor]:
-        model = sharded(feature, device, world_size)
-        if device == DEVICE:
-            first = model.blocks[0]  # its backward runs last
-            first.register_full_backward_pre_hook(lambda *_: lagging.occupy(0.03))
-        loss = model(batch(0, rank, 16).to(device)).square().mean()
-        for _ in range(2):
-            loss.backward(retain_graph=True)
-        return [param.grad.to_local().cpu() for param in model.parameters()]
-
-    expected = gradients("cpu")
-    with late(seed):
-        assert_same(gradients(DEVICE), expected)
+    model = sharded(FEATURES["two backwards of a graph"], device, world_size)
+    if device == DEVICE:
+        first = model.blocks[0]  # its backward runs last
+        first.register_full_backward_pre_hook(lambda *_: lagging.occupy(0.03))
+    loss = model(batch(0, rank, 16).to(device)).square().mean()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    return [param.grad.to_local().cpu() for param in model.parameters()]
 
 
-def materialized(rank: int, world_size: int, seed: int) -> None:
-    """Values of a model that was sharded on the meta device are those of the CPU, from the same seed."""
-
-    def made(device: str, mode: fsdp2.init.seeded.Mode) -> list[torch.Tensor]:
+def materialized(device: str, rank: int, world_size: int, seed: int) -> list[torch.Tensor]:
+    """Values of a model that was sharded on the meta device, from the same seed."""
+    found = []
+    for mode in ("sequential", "blocks"):
         with torch.device("meta"):
-            model = Stack(dim=16, hidden=19)
+            model: Any = Stack(dim=16, hidden=19)
         mesh = mesh_of(device, (world_size,), ("shard",))
         for block in model.blocks:
             fsdp2.fully_shard(block, mesh=mesh)
         fsdp2.fully_shard(model, mesh=mesh)
-        fsdp2.init.materialize(model, seed=3, mode=mode)
-        return values(model)
-
-    for mode in ("sequential", "blocks"):
-        expected = made("cpu", mode)  # type: ignore[arg-type]
-        with late(seed):
-            assert_same(made(DEVICE, mode), expected)  # type: ignore[arg-type]
+        fsdp2.init.materialize(model, seed=3, mode=mode)  # type: ignore[arg-type]
+        found += values(model)
+    return found
 
 
 class Padded(nn.Module):
@@ -201,21 +188,16 @@ def materialized_offloaded(rank: int, world_size: int, seed: int) -> None:
         assert_same([param.to(DEVICE).full_tensor().cpu() for param in model.parameters()], [*whole.parameters()])
 
 
-def seeded(rank: int, world_size: int, seed: int) -> None:
+def seeded(device: str, rank: int, world_size: int, seed: int) -> list[torch.Tensor]:
     """A model that is initialised again after it was sharded, from a generator of the program's own too."""
-
-    def made(device: str, generator: bool) -> list[torch.Tensor]:
+    found = []
+    for generator in (None, torch.Generator(device).manual_seed(5)):
         model = sharded(ADAM, device, world_size)
-        own = torch.Generator(device).manual_seed(5) if generator else None
         with fsdp2.init.seeded(7), torch.no_grad():
             for param in model.parameters():
-                nn.init.normal_(param, std=0.02, generator=own)
-        return values(model)
-
-    for generator in (False, True):
-        expected = made("cpu", generator)
-        with late(seed):
-            assert_same(made(DEVICE, generator), expected)
+                nn.init.normal_(param, std=0.02, generator=generator)
+        found += values(model)
+    return found
 
 
 def random_numbers(rank: int, world_size: int, seed: int) -> None:
@@ -228,20 +210,14 @@ def random_numbers(rank: int, world_size: int, seed: int) -> None:
         assert torch.equal(torch.rand(5, device=DEVICE).cpu(), drawn)
 
 
-def gathered(rank: int, world_size: int, seed: int) -> None:
+def gathered(device: str, rank: int, world_size: int, seed: int) -> list[torch.Tensor]:
     """`full_params` right after a step, and a change of a whole parameter."""
-
-    def seen(device: str) -> list[torch.Tensor]:
-        model = sharded(ADAM, device, world_size)
-        one_step(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs(rank, device)[0])
-        with fsdp2.full_params(model), torch.no_grad():
-            whole = [param.detach().clone() for param in model.parameters()]
-            model.inp.weight.mul_(2)
-        return [*(each.cpu() for each in whole), *values(model)]
-
-    expected = seen("cpu")
-    with late(seed):
-        assert_same(seen(DEVICE), expected)
+    model: Any = sharded(ADAM, device, world_size)
+    one_step(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs(rank, device)[0])
+    with fsdp2.full_params(model), torch.no_grad():
+        whole = [param.detach().clone() for param in model.parameters()]
+        model.inp.weight.mul_(2)
+    return [*(each.cpu() for each in whole), *values(model)]
 
 
 def context_parallel(rank: int, world_size: int, seed: int) -> None:
@@ -263,50 +239,38 @@ def context_parallel(rank: int, world_size: int, seed: int) -> None:
             torch.testing.assert_close(unshard_sequence(left, mesh, 2).cpu(), right)
 
 
-def optional(rank: int, world_size: int, seed: int) -> None:
+def optional(device: str, rank: int, world_size: int, seed: int) -> list[torch.Tensor]:
     """Units that some ranks do not run."""
     policy = [*POLICIES.values()][seed % len(POLICIES)]
-
-    def trained(device: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = shard(VisionLanguage().to(device), policy, mesh=mesh_of(device, (world_size,), ("shard",)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-        pairs = [images_of(step, rank, ranks) for step, ranks in enumerate(who_has_images(world_size))]
-        for given in [[each if each is None else each.to(device) for each in pair] for pair in pairs]:
-            model(*given).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [local(param).detach().cpu() for param in model.parameters()]
-
-    expected = trained("cpu")
-    with late(seed):
-        assert_same(trained(DEVICE), expected)
+    torch.manual_seed(0)
+    model = shard(VisionLanguage().to(device), policy, mesh=mesh_of(device, (world_size,), ("shard",)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    pairs = [images_of(step, rank, ranks) for step, ranks in enumerate(who_has_images(world_size))]
+    for given in [[each if each is None else each.to(device) for each in pair] for pair in pairs]:
+        model(*given).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [local(param).detach().cpu() for param in model.parameters()]
 
 
-def pipelined(rank: int, world_size: int, seed: int) -> None:
+def pipelined(device: str, rank: int, world_size: int, seed: int) -> list[torch.Tensor]:
     """torch's pipeline of two stages, each sharded over two ranks; with activations in host memory, too."""
-
-    def trained(device: str) -> list[torch.Tensor]:
-        mesh = mesh_of(device, (2, 2), ("pipeline", "shard"))
-        index, column = mesh.get_local_rank("pipeline"), mesh.get_local_rank("shard")
-        torch.manual_seed(0)
-        module: Any = [nn.Sequential(Block(16, 11), Block(16, 11)) for _ in range(2)][index].to(device)
-        for each in (*module, module):
-            fsdp2.fully_shard(each, mesh=mesh["shard"])
-        if device == DEVICE and seed % 2:
-            fsdp2.offload_activations([*module], min_bytes=0)
-        stage = PipelineStage(module, index, 2, torch.device(device), group=mesh.get_group("pipeline"))
-        schedule = Schedule1F1B(stage, 4, loss_fn=lambda out, target: (out - target).square().mean())
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=False)
-        for x in [torch.cat([batch(step, column, 16)] * 4).to(device) for step in range(2)]:
-            schedule.step(target=x) if index else schedule.step(x)
-            optimizer.step()
-            optimizer.zero_grad()
-        return values(module)
-
-    expected = trained("cpu")
-    with late(seed):
-        assert_same(trained(DEVICE), expected)
+    mesh = mesh_of(device, (2, 2), ("pipeline", "shard"))
+    index, column = mesh.get_local_rank("pipeline"), mesh.get_local_rank("shard")
+    torch.manual_seed(0)
+    module: Any = [nn.Sequential(Block(16, 11), Block(16, 11)) for _ in range(2)][index].to(device)
+    for each in (*module, module):
+        fsdp2.fully_shard(each, mesh=mesh["shard"])
+    if device == DEVICE and seed % 2:
+        fsdp2.offload_activations([*module], min_bytes=0)
+    stage = PipelineStage(module, index, 2, torch.device(device), group=mesh.get_group("pipeline"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda out, target: (out - target).square().mean())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=False)
+    for x in [torch.cat([batch(step, column, 16)] * 4).to(device) for step in range(2)]:
+        schedule.step(target=x) if index else schedule.step(x)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(module)
 
 
 def other_optimizers(rank: int, world_size: int, seed: int) -> None:
@@ -348,46 +312,38 @@ class Forces(nn.Module):
         return self.head(force)
 
 
-def forces(rank: int, world_size: int, seed: int) -> None:
+def forces(device: str, rank: int, world_size: int, seed: int) -> list[torch.Tensor]:
     """A backward within a forward. Its end runs in a thread of the device, which does not see the forward among its own
     calls."""
-
-    def trained(device: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model: Any = Forces().to(device)
-        for unit in (model.body, model):
-            fsdp2.fully_shard(unit, mesh=mesh_of(device, (world_size,), ("shard",)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-        for step in range(2):
-            model(batch(step, rank).to(device)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return values(model)
-
-    expected = trained("cpu")
-    with late(seed):
-        assert_same(trained(DEVICE), expected)
+    torch.manual_seed(0)
+    model: Any = Forces().to(device)
+    for unit in (model.body, model):
+        fsdp2.fully_shard(unit, mesh=mesh_of(device, (world_size,), ("shard",)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    for step in range(2):
+        one_step(model, optimizer, batch(step, rank).to(device))
+    return values(model)
 
 
-SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
+SCENARIOS: dict[str, Scenario] = {
     "two units": two_units,
-    "states in host memory, loaded": states_loaded,
+    "states in host memory, loaded": as_on_cpu(states_loaded, 3000),  # later than the host, which copies a whole state
     "states in host memory, other optimizers": other_optimizers,
     "gradients in host memory, scaled": scaled,
     "offload, evaluated ahead": evaluated_ahead,
     "failed": failed,
     "bad batch": bad_batch,
-    "backward, repeated": repeated,
-    "backward within a forward": forces,
+    "backward, repeated": as_on_cpu(repeated),
+    "backward within a forward": as_on_cpu(forces),
     **SCENARIOS_OF_FILES,
     **SCENARIOS_OF_ACTIVATIONS,
-    "materialized": materialized,
+    "materialized": as_on_cpu(materialized),
     "materialized, offloaded": materialized_offloaded,
-    "seeded": seeded,
+    "seeded": as_on_cpu(seeded),
     "random numbers": random_numbers,
-    "gathered": gathered,
+    "gathered": as_on_cpu(gathered),
     "context parallel": context_parallel,
-    "optional units": optional,
+    "optional units": as_on_cpu(optional),
     **SCENARIOS_OF_SLEEP,
 }
-SCENARIOS_ON_FOUR = {"pipelined": pipelined}
+SCENARIOS_ON_FOUR = {"pipelined": as_on_cpu(pipelined)}

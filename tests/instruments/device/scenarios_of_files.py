@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,16 @@ from fsdp2.checkpoint.run import background
 from fsdp2.checkpoint.storage.local import LocalWriter
 from fsdp2.disk.file import DiskFile
 from tests.instruments.device.ranks import DEVICE, late
-from tests.instruments.device.steps import ADAM, assert_same, inputs, one_step, shared_folder, stream_of, values
+from tests.instruments.device.steps import (
+    ADAM,
+    Scenario,
+    assert_same,
+    inputs,
+    one_step,
+    shared_folder,
+    stream_of,
+    values,
+)
 from tests.instruments.device.training import ALL_ON_DISK, GRADS_ON_DISK, ON_DISK, Feature, sharded, train
 
 __all__ = ["SCENARIOS_OF_FILES"]
@@ -45,7 +55,7 @@ def late_files(seed: int, before_us: int, after_us: int) -> Iterator[None]:
         yield
 
 
-def saves(rank: int, world_size: int, seed: int, in_background: bool) -> None:
+def saved(rank: int, world_size: int, seed: int, in_background: bool = False) -> None:
     """What is saved are the values of the step before, although the device is late and training goes on."""
     expected = sharded(ADAM, "cpu", world_size)
     expected_optimizer = torch.optim.AdamW(expected.parameters(), lr=0.1, foreach=False)
@@ -67,14 +77,6 @@ def saves(rank: int, world_size: int, seed: int, in_background: bool) -> None:
     assert_same(values(loaded), values(expected))
     one_step(loaded, loaded_optimizer, second)
     assert_same(values(loaded), trained)
-
-
-def saved(rank: int, world_size: int, seed: int) -> None:
-    saves(rank, world_size, seed, in_background=False)
-
-
-def saved_in_background(rank: int, world_size: int, seed: int) -> None:
-    saves(rank, world_size, seed, in_background=True)
 
 
 def resumed(rank: int, world_size: int, seed: int, policy: fsdp2.Offload, fused: bool) -> None:
@@ -99,18 +101,6 @@ def resumed(rank: int, world_size: int, seed: int, policy: fsdp2.Offload, fused:
         for each, stepped in ((model, optimizer), (later, resumed_optimizer)):
             one_step(each, stepped, xs[1])
         assert_same(values(later), values(model))
-
-
-def resumed_with_states_in_host_memory(rank: int, world_size: int, seed: int) -> None:
-    resumed(rank, world_size, seed, fsdp2.Offload(), fused=False)
-
-
-def resumed_with_gradients_in_host_memory(rank: int, world_size: int, seed: int) -> None:
-    resumed(rank, world_size, seed, fsdp2.Offload(grads=True), fused=True)
-
-
-def resumed_with_states_on_disk(rank: int, world_size: int, seed: int) -> None:
-    resumed(rank, world_size, seed, GRADS_ON_DISK, fused=True)
 
 
 def loaded(rank: int, world_size: int, seed: int) -> None:
@@ -176,13 +166,13 @@ def states_on_disk(rank: int, world_size: int, seed: int) -> None:
         assert_same(run(DEVICE, policy), expected)
 
 
-SCENARIOS_OF_FILES: dict[str, Callable[[int, int, int], None]] = {
+SCENARIOS_OF_FILES: dict[str, Scenario] = {
     "saved": saved,
-    "saved in the background": saved_in_background,
+    "saved in the background": partial(saved, in_background=True),
     "saved twice in the background": saved_twice,
     "loaded": loaded,
-    "resumed with states in host memory": resumed_with_states_in_host_memory,
-    "resumed with gradients in host memory": resumed_with_gradients_in_host_memory,
-    "resumed with states on disk": resumed_with_states_on_disk,
+    "resumed with states in host memory": partial(resumed, policy=fsdp2.Offload(), fused=False),
+    "resumed with gradients in host memory": partial(resumed, policy=fsdp2.Offload(grads=True), fused=True),
+    "resumed with states on disk": partial(resumed, policy=GRADS_ON_DISK, fused=True),
     "states on disk, looked at": states_on_disk,
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import fsdp2
 from fsdp2 import checkpoint
 from tests.instruments.device import lagging
 from tests.instruments.device.ranks import DEVICE, late
-from tests.instruments.device.steps import ADAM, assert_same, inputs, one_step, shared_folder, values
+from tests.instruments.device.steps import ADAM, Scenario, assert_same, inputs, one_step, shared_folder, values
 from tests.instruments.device.training import FEATURES, Feature, sharded
 
 
@@ -49,12 +50,7 @@ def _slept(kind: str, rank: int, world_size: int, seed: int, folder: str | None,
                     kept = {name: tensor.clone() for name, tensor in fsdp2.weights(model)}
                     assert len(kept) == len([*model.parameters()])
                     del kept
-                if step % 2:  # a step at once
-                    for param in model.parameters():
-                        param.grad = torch.ones_like(param)
-                    optimizer.step()
-                    optimizer.zero_grad()
-            elif step % 2:
+            if step % 2:  # a step at once
                 for param in model.parameters():
                     param.grad = torch.ones_like(param)
                 optimizer.step()
@@ -67,12 +63,8 @@ def _slept(kind: str, rank: int, world_size: int, seed: int, folder: str | None,
         assert_same(trained(DEVICE, True), expected)
 
 
-def slept(rank: int, world_size: int, seed: int) -> None:
-    _slept("plain", rank, world_size, seed, None)
-
-
-def woken_beside_the_forward(rank: int, world_size: int, seed: int) -> None:
-    _slept("plain", rank, world_size, seed, None, overlap=True)
+def slept(rank: int, world_size: int, seed: int, overlap: bool = False) -> None:
+    _slept("plain", rank, world_size, seed, None, overlap)
 
 
 def slept_in_files(rank: int, world_size: int, seed: int) -> None:
@@ -110,9 +102,9 @@ def saved_asleep(rank: int, world_size: int, seed: int) -> None:
         assert_same(values(model), expected)
 
 
-SCENARIOS_OF_SLEEP: dict[str, Callable[[int, int, int], None]] = {
+SCENARIOS_OF_SLEEP: dict[str, Scenario] = {
     "slept": slept,
-    "woken beside the forward": woken_beside_the_forward,
+    "woken beside the forward": partial(slept, overlap=True),
     "slept in files": slept_in_files,
     "slept fifty times": slept_fifty_times,
     "saved asleep": saved_asleep,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.parity_models import batch
-from tests.instruments.device.ranks import DEVICE
+from tests.instruments.device.ranks import DEVICE, late
 from tests.instruments.device.training import Feature
 
-__all__ = ["ADAM", "assert_same", "inputs", "one_step", "shared_folder", "stream_of", "values"]
+__all__ = ["ADAM", "Scenario", "as_on_cpu", "assert_same", "inputs", "one_step", "shared_folder", "stream_of", "values"]
 
+Scenario = Callable[[int, int, int], None]  # of a rank: its number, how many there are, the seed
 ADAM = Feature(optimizer=torch.optim.AdamW)
 
 
@@ -50,6 +51,17 @@ def inputs(rank: int, device: str) -> list[torch.Tensor]:
 def stream_of(seed: int) -> torch.Stream:
     """The program's own current stream: in every second seed not the default one, which other threads have."""
     return torch.Stream(DEVICE) if seed % 2 else torch.accelerator.current_stream()
+
+
+def as_on_cpu(trained: Callable[[str, int, int, int], list[torch.Tensor]], max_us: int = 300) -> Scenario:
+    """`trained(device, rank, world_size, seed)` gives on the late device what it gives on the CPU."""
+
+    def scenario(rank: int, world_size: int, seed: int) -> None:
+        expected = trained("cpu", rank, world_size, seed)
+        with late(seed, max_us):
+            assert_same(trained(DEVICE, rank, world_size, seed), expected)
+
+    return scenario
 
 
 def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:

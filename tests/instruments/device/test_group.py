@@ -8,10 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdp2._torch import collective_of, scatter_options
 from fsdp2._torch.extras import all_gather_flat, reduce_scatter_flat
 from tests.instruments.device.ranks import DEVICE, SEEDS, late, on_device_ranks
 
@@ -29,27 +26,10 @@ def all_gather(rank: int, size: int) -> Issued:
     return output, work, torch.arange(size, dtype=torch.float32).repeat_interleave(3)
 
 
-def all_gathers(rank: int, size: int) -> Issued:
-    whole = torch.zeros(3 * size, device=DEVICE)
-    whole[3 * rank : 3 * rank + 3] = rank
-    other = torch.empty(size, device=DEVICE)
-    rows = [whole[3 * rank : 3 * rank + 3], torch.ones(1, device=DEVICE)]
-    work = collective_of(dist.group.WORLD, "all_gather_single_coalesced")([whole, other], rows)
-    return whole, work, torch.arange(size, dtype=torch.float32).repeat_interleave(3)
-
-
 def reduce_scatter(rank: int, size: int) -> Issued:
     output = torch.empty(3, device=DEVICE)
     work = reduce_scatter_flat(output, ranks_row(size, rank + 1.0), SUM, dist.group.WORLD)
     return output, work, torch.arange(3 * size).view(size, 3)[rank] * size * (size + 1) / 2
-
-
-def reduce_scatters(rank: int, size: int) -> Issued:
-    output, other = torch.empty(3, device=DEVICE), torch.empty(1, device=DEVICE)
-    sources = [ranks_row(size, rank + 1.0), torch.ones(size, device=DEVICE)]
-    options = scatter_options(dist.ReduceOp.AVG)
-    work = collective_of(dist.group.WORLD, "reduce_scatter_single_coalesced")([output, other], sources, options)
-    return output, work, torch.arange(3 * size).view(size, 3)[rank] * (size + 1) / 2
 
 
 def all_reduce(rank: int, size: int) -> Issued:
@@ -69,21 +49,10 @@ def broadcast(rank: int, size: int) -> Issued:
     return tensor, dist.broadcast(tensor, 0, async_op=True), torch.zeros(3)
 
 
-COLLECTIVES = [
-    all_gather,
-    all_gathers,
-    reduce_scatter,
-    reduce_scatters,
-    all_reduce,
-    all_to_all,
-    broadcast,
-]
-
-
 @on_device_ranks(2, 4)
-@pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("collective", [all_to_all, broadcast], ids=lambda each: each.__name__)
 def test_results(rank: int, world_size: int, collective: Callable[..., Issued]) -> None:
-    """Whatever is late, the current stream has the result after `wait`."""
+    """Of those that no training here has: whatever is late, the current stream has the result after `wait`."""
     for seed in range(SEEDS):
         with late(seed):
             output, work, expected = collective(rank, world_size)
@@ -121,15 +90,3 @@ def test_messages(rank: int, world_size: int) -> None:
                 dist.send(received + 1, 0)
             dist.barrier()
             assert tensor.tolist() == [1.0, 1.0, 1.0]
-
-
-@on_device_ranks(2)
-def test_dtensors(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh(DEVICE, (world_size,))
-    whole = torch.arange(10.0).view(5, 2)
-    for seed in range(SEEDS // 4):
-        with late(seed):
-            sharded = distribute_tensor(whole.to(DEVICE), mesh, [Shard(0)])
-            assert torch.equal(sharded.full_tensor().cpu(), whole)
-            assert torch.equal((sharded + 1).redistribute(placements=[Replicate()]).to_local().cpu(), whole + 1)
-            assert sharded.sum().full_tensor().item() == 45

@@ -20,13 +20,12 @@ import torch
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2.watch import current
 from fsdp2.watch.watchdog import watchdog
 from tests.helpers.fault_runs import LIMIT_S, WITH_DEFAULTS, check_all
 from tests.helpers.faults import Fault, Told, build
 from tests.helpers.mortal_ranks import Case, Outcome, run_cases
 from tests.instruments.device import comparing, lagging
-from tests.instruments.device.ranks import DEVICE, on_device_ranks
+from tests.instruments.device.ranks import DEVICE
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -185,27 +184,3 @@ def test_what_ran_ahead_is_not_saved(tmp_path: Path) -> None:
         assert len(errors) >= 2 and all("ranks did different things" in error for error in errors), errors
         assert "values are lost" in refused and "blocks.1" in refused
     assert not list(tmp_path.glob("run/*/*.safetensors"))
-
-
-@on_device_ranks(2)
-def test_few_waits_are_kept(rank: int, world_size: int) -> None:
-    """Those that have ended are dropped without the watchdog; while the device is busy, no more than a number."""
-    awaited, waits = JustWaiting(), current.Queued()
-    device = torch.device(DEVICE)
-    for _ in range(100):
-        waits.add(awaited, 0, device)
-        torch.accelerator.synchronize()
-    assert len(waits._waits) <= 2
-    lagging.occupy(1.0)
-    for place in range(1, current._MAX_KEPT + 100):
-        waits.add(awaited, place, device)
-    oldest = waits.oldest(0.0)
-    assert oldest is not None and oldest.place == 1 and waits.oldest(60.0) is None
-    assert len(waits._waits) == current._MAX_KEPT and waits._waits[-1][1].place == current._MAX_KEPT
-    torch.accelerator.synchronize()
-    assert waits.oldest(0.0) is None and not waits._waits
-
-
-class JustWaiting:
-    what, group_name = "all-gather", "g"
-    fqn: str | None = "a"

@@ -14,14 +14,10 @@ from torch import nn
 import fsdp2
 from tests.helpers.parity_models import batch
 from tests.instruments.device.ranks import DEVICE, SEEDS, late, on_device_ranks
+from tests.instruments.device.steps import assert_same
 from tests.instruments.device.training import FEATURES, Feature, mesh_of, sharded, train
 
 OFFLOADED = ["offload", "states in host memory", "states and gradients in host memory", "all in host memory"]
-
-
-def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
-    for one, other in zip(left, right, strict=True):
-        assert torch.equal(one, other)
 
 
 @on_device_ranks(2)

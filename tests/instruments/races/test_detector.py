@@ -14,7 +14,6 @@ from torch import nn
 from fsdp2 import fully_shard
 from fsdp2.runtime.storage import FlatStorage
 from tests.helpers.ranks import on_ranks
-from tests.instruments.races.clocks import SimulatedStreams
 from tests.instruments.races.detector import Detector, FreedMemory, detecting
 from tests.instruments.races.memory import ranges_of
 
@@ -24,36 +23,6 @@ def races_of(detector: Detector) -> list[str]:
     told = [race.told(whose) for race, whose in detector.report.races.values()]
     detector.report.races.clear()
     return told
-
-
-# --- what orders ------------------------------------------------------------------------------------------------------
-
-
-def test_a_stream_comes_after_what_it_waits_for() -> None:
-    streams = SimulatedStreams()
-    with streams.gathering():
-        streams.tick()
-        event = streams.record()
-        later = streams.tick()
-    assert not streams.has_waited_for(event.clock)
-    streams.wait(event)  # type: ignore[arg-type]
-    assert streams.has_waited_for(event.clock) and not streams.has_waited_for(later)
-
-
-def test_waiting_is_transitive_and_the_host_waits_for_all_streams() -> None:
-    streams = SimulatedStreams()
-    with streams.reducing():
-        reduced = streams.tick()
-        event = streams.record()
-    with streams.gathering():
-        streams.wait(event)  # type: ignore[arg-type]
-        event = streams.record()
-    streams.wait(event)  # type: ignore[arg-type]
-    assert streams.has_waited_for(reduced)
-    with streams.all_reducing():
-        assert not streams.has_waited_for(reduced)
-        event.synchronize()  # what is enqueued from now on comes after the host
-        assert streams.has_waited_for(reduced)
 
 
 # --- what is reported -------------------------------------------------------------------------------------------------
@@ -77,18 +46,6 @@ def test_a_read_after_a_write_on_another_stream(waits: bool) -> None:
     assert len(reads) == (not waits) and all("and add_ on stream 'gather'" in each for each in reads)
 
 
-def test_a_write_while_another_stream_reads() -> None:
-    with detecting() as detector:
-        x = torch.ones(4)
-        made = detector.streams.record()
-        with detector.streams.reducing():
-            made.wait()
-            x.sum()
-        x.zero_()
-        told = races_of(detector)
-    assert len(told) == 1 and "write by zero_" in told[0] and "and sum on stream 'reduce'" in told[0]
-
-
 @pytest.mark.parametrize("waits", [False, True])
 def test_memory_is_filled_on_another_stream(waits: bool) -> None:
     """The allocator may have taken it from a tensor that the stream of the allocation has not finished with."""
@@ -103,22 +60,6 @@ def test_memory_is_filled_on_another_stream(waits: bool) -> None:
             x.view(0, (4,), torch.float32).zero_()
         told = races_of(detector)
     assert len(told) == (not waits) and all("and allocate on stream 'compute'" in each for each in told)
-
-
-def test_two_reads_and_other_bytes_are_no_race() -> None:
-    with detecting() as detector:
-        x = torch.zeros(8)
-        made = detector.streams.record()
-        with detector.streams.gathering():
-            made.wait()
-            x[:4].add_(1)
-        with detector.streams.reducing():
-            made.wait()
-            x[4:].sum()
-        x[4:].sum()
-        assert races_of(detector) == []
-        x[3:].sum()
-        assert len(races_of(detector)) == 1
 
 
 def test_the_columns_of_a_matrix_are_apart() -> None:
@@ -178,20 +119,6 @@ def test_a_block_that_another_stream_uses_when_it_is_dropped(kept: bool) -> None
         told = races_of(detector)
     assert len(told) == (not kept)
     assert all("may be allocated again while" in each and "sum on stream 'reduce'" in each for each in told)
-
-
-def test_a_block_that_is_waited_for_before_the_next_allocation() -> None:
-    with detecting() as detector:
-        x = torch.ones(4)
-        made = detector.streams.record()
-        with detector.streams.reducing():
-            made.wait()
-            x.sum()
-            read = detector.streams.record()
-        del x
-        read.wait()
-        torch.ones(1)
-        assert races_of(detector) == []
 
 
 def test_the_host_waits_where_it_needs_a_value() -> None:
