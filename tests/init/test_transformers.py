@@ -67,10 +67,7 @@ def shard_blocks(model: nn.Module, kind: str) -> nn.Module:
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers under all their names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def assert_same(model: nn.Module, eager: nn.Module) -> None:

@@ -93,12 +93,7 @@ def test_layouts(rank: int, world_size: int) -> None:
         ),
         "submeshes: nothing says that ranks of the other axis hold the same": (
             2,
-            [
-                ((5, 2), tp["dp"], [Shard(0)]),
-                ((4, 3), tp["tp"], [Shard(1)]),
-                ((3,), tp["dp"], [Replicate()]),
-                ((7,),),
-            ],
+            [((5, 2), tp["dp"], [Shard(0)]), ((4, 3), tp["tp"], [Shard(1)]), ((3,), tp["dp"], [Replicate()]), ((7,),)],
         ),
         "all ranks are tensor parallel: what is not split was counted on each of them": (
             1,

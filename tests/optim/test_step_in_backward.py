@@ -20,13 +20,7 @@ from fsdp2 import checkpoint
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.optim import clip_grad_norm_, clip_grads_with_norm_, local_optimizer, step_in_backward
 from tests.helpers.optimizers import Optim, assert_same
-from tests.helpers.parity_models import (
-    Stack,
-    batch,
-    local,
-    mesh_2d,
-    shard_blocks,
-)
+from tests.helpers.parity_models import Stack, batch, local, mesh_2d, shard_blocks
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import mesh_of
 

@@ -18,13 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 import fsdp2
 from tests.helpers.parity_models import Stack, batch, mean_gradients, shard_blocks, shard_like
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tp_models import (
-    TpRace,
-    assert_tp_gradients,
-    count_comms,
-    mesh_of,
-    quiet,
-)
+from tests.helpers.tp_models import TpRace, assert_tp_gradients, count_comms, mesh_of, quiet
 
 REPLICATE, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
 STRIDED = _StridedShard(0, split_factor=2)

@@ -28,8 +28,7 @@ def test_one_process_learns(alone: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys",
-    ["replicate=2 tensor=2", "pipeline=2 context=2 activation_checkpointing=full", "shard=2 context=2"],
+    "keys", ["replicate=2 tensor=2", "pipeline=2 context=2 activation_checkpointing=full", "shard=2 context=2"]
 )
 def test_the_same_losses_on_four_ranks(keys: str, alone: list[float]) -> None:
     assert losses(*keys.split(), ranks=4) == pytest.approx(alone, rel=1e-2)

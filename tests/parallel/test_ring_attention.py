@@ -21,13 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp2.errors import ArgumentError, CollectiveError, UnsupportedError
 from fsdp2.parallel import agreement, ring_attention_blocks
 from fsdp2.parallel.context_sharding import shard_sequence, unshard_sequence
-from fsdp2.parallel.ring_attention import (
-    rank_blocks,
-    rank_slices,
-    ring_attention,
-    ring_backward,
-    ring_forward,
-)
+from fsdp2.parallel.ring_attention import rank_blocks, rank_slices, ring_attention, ring_backward, ring_forward
 from fsdp2.parallel.ring_attention_blocks import block_forward, block_gradients, merge
 from tests.helpers.meshes import shared_mesh
 from tests.helpers.models import error_of

@@ -196,13 +196,7 @@ MORE: tuple[Mutant, ...] = (
         "\n    def _place",
         "states_on_disk",
     ),
-    Mutant(
-        "disk: there is always room",
-        DISK,
-        "        _threads().room.acquire()\n",
-        "",
-        "states_on_disk",
-    ),
+    Mutant("disk: there is always room", DISK, "        _threads().room.acquire()\n", "", "states_on_disk"),
     Mutant(
         "ring attention: messages are not waited for",
         "parallel.ring_attention",

@@ -277,12 +277,7 @@ KNOWN = (
         "an error: gradients wait in the reduce dtype (as torch 2.15)",
         fsdp2_raises="attempting to assign a gradient with dtype",
     ),
-    Known(
-        "stages of ZeRO",
-        "none",
-        "`ZeroPolicy`",
-        in_program=lambda program: "ZeroPolicy" in program.options(),
-    ),
+    Known("stages of ZeRO", "none", "`ZeroPolicy`", in_program=lambda program: "ZeroPolicy" in program.options()),
     Known(
         "a backward that raises: gradients of units that were through",
         "visible",
@@ -421,12 +416,7 @@ KNOWN = (
         torch_raises="attempting to assign a gradient with dtype",
         raises_in=lambda program: any(a.kind == "freeze" and "(True)" in a.code for a in program.actions),
     ),
-    Known(
-        "`copy.deepcopy`",
-        "refused",
-        "a sharded model of its own",
-        torch_raises="does not support deepcopy",
-    ),
+    Known("`copy.deepcopy`", "refused", "a sharded model of its own", torch_raises="does not support deepcopy"),
     Known(
         "`set_reduce_scatter_unused_params`, a unit that has never run",
         "takes no part until it has run once",

@@ -67,17 +67,10 @@ MISSED_BEFORE = (
     Mutant(
         "gradients-by-hand",
         "runtime.gradients",
-        (
-            (
-                "(at_end and self.partials) or 1 in has_grad",
-                "(at_end and self.partials) or self.arrived",
-            ),
-        ),
+        (("(at_end and self.partials) or 1 in has_grad", "(at_end and self.partials) or self.arrived"),),
     ),
     Mutant(
-        "inner-backwards-reduce",
-        "runtime.gradients",
-        (("backward is None or backward == running_backward()", "True"),),
+        "inner-backwards-reduce", "runtime.gradients", (("backward is None or backward == running_backward()", "True"),)
     ),
     Mutant(
         "hooks-after-reduction",
@@ -92,11 +85,7 @@ MISSED_BEFORE = (
         "runtime.autograd",
         (('return hooks.implementation(hooks.levels, "begin", "torch.func")(callback, output)', "pass"),),
     ),
-    Mutant(
-        "false-order-error",
-        "runtime.changes",
-        (("elif self._used_at is not None and versions", "elif versions"),),
-    ),
+    Mutant("false-order-error", "runtime.changes", (("elif self._used_at is not None and versions", "elif versions"),)),
     Mutant(
         "call-within-itself",
         "runtime.forward",

@@ -38,27 +38,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "plain",
     ),
     Mutant("gather: no wait for kept memory", BUCKET, "streams.wait(used)", "pass", "kept"),
-    Mutant(
-        "gather: kept memory is not in use",
-        BUCKET,
-        " or self.source.follows_compute",
-        "",
-        "kept",
-    ),
-    Mutant(
-        "gather: no room is made",
-        BUCKET,
-        "memory.make_room(source.base, prefetching)\n",
-        "pass\n",
-        "again",
-    ),
-    Mutant(
-        "gather: the collective is not waited for",
-        "runtime.gather",
-        "collective.wait(started)",
-        "pass",
-        "plain",
-    ),
+    Mutant("gather: kept memory is not in use", BUCKET, " or self.source.follows_compute", "", "kept"),
+    Mutant("gather: no room is made", BUCKET, "memory.make_room(source.base, prefetching)\n", "pass\n", "again"),
+    Mutant("gather: the collective is not waited for", "runtime.gather", "collective.wait(started)", "pass", "plain"),
     Mutant(
         "gather: copied out before the wait",
         "runtime.gather",
@@ -153,11 +135,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "plain",
     ),
     Mutant(
-        "reduction: the collective is not waited for",
-        "runtime.streams",
-        "    wait(started)\n",
-        "    pass\n",
-        "plain",
+        "reduction: the collective is not waited for", "runtime.streams", "    wait(started)\n", "    pass\n", "plain"
     ),
     Mutant(
         "reduction: the scale is on the compute stream",
@@ -247,13 +225,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "        with self._stream:\n",
         "hooked",
     ),
-    Mutant(
-        "hook: nobody waits for it",
-        "extras.all_reduce_hook",
-        "        streams.wait(done)\n",
-        "",
-        "hooked",
-    ),
+    Mutant("hook: nobody waits for it", "extras.all_reduce_hook", "        streams.wait(done)\n", "", "hooked"),
     Mutant(
         "hook: its event is recorded before it",
         "extras.all_reduce_hook",
