@@ -142,11 +142,7 @@ class TiedPair(Block):
         return self.second(torch.tanh(self.first(x)))
 
 
-class Drop(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(DIM, DIM)
-
+class Drop(Lin):
     def compute(self, x: Tensor) -> Tensor:
         return F.dropout(self.lin(x), 0.25, self.training)
 
@@ -183,33 +179,31 @@ class HalfFrozen(Block):
         return self.down(torch.tanh(self.up(x)))
 
 
-class Frozen(Block):
+class Frozen(Lin):
     def __init__(self) -> None:
         super().__init__()
-        self.lin = nn.Linear(DIM, DIM).requires_grad_(False)
+        self.requires_grad_(False)
 
     def compute(self, x: Tensor) -> Tensor:
         return self.lin(x)
 
 
-class HalfDouble(Block):
+class HalfDouble(Lin):
     """A frozen float64 weight beside trainable float32 ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lin = nn.Linear(DIM, DIM)
         self.table = nn.Parameter(torch.randn(DIM, dtype=torch.float64), requires_grad=False)
 
     def compute(self, x: Tensor) -> Tensor:
         return self.lin(x) + self.table.to(x.dtype)
 
 
-class TwoDtypes(Block):
+class TwoDtypes(Lin):
     """Trainable weights of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lin = nn.Linear(DIM, DIM)
         self.gain = nn.Parameter(torch.rand(DIM, dtype=torch.float64))
 
     def compute(self, x: Tensor) -> Tensor:
@@ -291,12 +285,11 @@ class Tiled(Block):
         return InTiles.apply(x, self.inner, tiles, *self.inner.parameters())
 
 
-class Hooked(Block):
+class Hooked(Lin):
     """Registers a hook on its unsharded weight in each forward, which halves the gradient."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
-        self.lin = nn.Linear(DIM, DIM)
         self.when = when
 
     def compute(self, x: Tensor) -> Tensor:
@@ -314,12 +307,11 @@ class Hooked(Block):
         return torch.tanh(self.lin(x))
 
 
-class Transforms(Block):
+class Transforms(Lin):
     """Uses torch.func on itself in its forward."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.lin = nn.Linear(DIM, DIM)
         self.kind = kind
 
     def compute(self, x: Tensor) -> Tensor:
@@ -337,12 +329,11 @@ class Transforms(Block):
         return f(x) + torch.func.grad(lambda t: f(t).sum())(x)
 
 
-class Awkward(Block):
+class Awkward(Lin):
     """Names of its own that a wrapper might take."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lin = nn.Linear(DIM, DIM)
         self._set(1.5)
 
     def _set(self, gain: float) -> None:
@@ -365,14 +356,10 @@ class Awkward(Block):
         return self._use_memory(sum(self._groups_of_one_mesh(self._unit(self.lin(x)))) / self._units())
 
 
-class Recursive(Block):
+class Recursive(Lin):
     """Asks the whole net, of which it is a part, from within its own forward."""
 
     net: Any = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(DIM, DIM)
 
     def compute(self, x: Tensor) -> Tensor:
         return self.lin(x) + torch.tanh(self.net()(x, ())) + self.lin(x * 0.5)
@@ -392,21 +379,16 @@ class Seq(Block):
         return x
 
 
-class Residual(Block):
+class Residual(Seq):
     def __init__(self, *inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(inner)
+        super().__init__(*inner)
         self.gain = nn.Parameter(torch.rand(DIM))
 
     def compute(self, x: Tensor) -> Tensor:
         return x + self.gain * sum(each(x) for each in self.inner)
 
 
-class Repeat(Block):
-    def __init__(self, *inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(inner)
-
+class Repeat(Seq):
     def compute(self, x: Tensor) -> Tensor:
         for _ in range(2):
             for each in self.inner:
@@ -414,10 +396,9 @@ class Repeat(Block):
         return x
 
 
-class Checkpointed(Block):
+class Checkpointed(Seq):
     def __init__(self, *inner: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(inner)
+        super().__init__(*inner)
         self.reentrant = reentrant
 
     def compute(self, x: Tensor) -> Tensor:
@@ -426,23 +407,15 @@ class Checkpointed(Block):
         return x
 
 
-class Detached(Block):
+class Detached(Seq):
     """Its inner blocks get no gradient."""
-
-    def __init__(self, *inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(inner)
 
     def compute(self, x: Tensor) -> Tensor:
         return x + sum(each(x).detach() for each in self.inner)
 
 
-class Teacher(Block):
+class Teacher(Seq):
     """Runs its inner blocks without gradients, then with."""
-
-    def __init__(self, *inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(inner)
 
     def compute(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -450,12 +423,8 @@ class Teacher(Block):
         return x * 0.5 + sum(each(x) for each in self.inner) - target
 
 
-class Views(Block):
+class Views(Seq):
     """The inner blocks' outputs go on as views, in a dict, and by keyword."""
-
-    def __init__(self, *inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(inner)
 
     def compute(self, x: Tensor) -> Tensor:
         for each in self.inner:

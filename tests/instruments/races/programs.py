@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 import fsdp2.checkpoint.run.background as background
@@ -41,6 +43,10 @@ from tests.instruments.races.staging import staged
 __all__ = ["PROGRAMS", "num_ranks", "run"]
 
 
+BF16 = torch.bfloat16
+Program = tuple[int, Callable[[int, Look], list[Tensor]]]  # how many ranks, and what they do
+
+
 class OverNccl(NcclComm):
     """The calls for NCCL, on gloo, which has no average and needs no large operands."""
 
@@ -48,13 +54,18 @@ class OverNccl(NcclComm):
     has_average = False
 
 
-def plain(rank: int, look: Look) -> list[Tensor]:
-    return trained(sharded(net()), rank)
+def of(ranks: int, mesh: Callable[[], DeviceMesh] | None = None, buffers: int = 0, **options: Any) -> Program:
+    """The training of a model with these options of `fully_shard`."""
 
+    def program(rank: int, look: Look) -> list[Tensor]:
+        if mesh is not None:
+            options["mesh"] = mesh()
+        model = sharded(net(), **options)
+        if buffers:
+            model.set_reduce_scatter_max_input_buffers(buffers)
+        return trained(model, rank)
 
-def mixed(rank: int, look: Look) -> list[Tensor]:
-    """Gathers and reductions in 16 bits; the gradients are cast back."""
-    return trained(sharded(net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)), rank)
+    return ranks, program
 
 
 def added(rank: int, look: Look) -> list[Tensor]:
@@ -70,12 +81,6 @@ def again(rank: int, look: Look) -> list[Tensor]:
     """A unit runs again in a forward, when another has run in between."""
     one, two = (fully_shard(block) for block in net(2))
     model = fully_shard(nn.Sequential(one, two, one))
-    return trained(model, rank)
-
-
-def hsdp(rank: int, look: Look) -> list[Tensor]:
-    model = sharded(net(), mesh=mesh_of(2, 2), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
-    model.set_reduce_scatter_max_input_buffers(3)
     return trained(model, rank)
 
 
@@ -99,11 +104,6 @@ def smaller(rank: int, look: Look) -> list[Tensor]:
     for block in model:
         fully_shard(block, reshard_after_forward=2)
     return trained(fully_shard(model), rank)
-
-
-def half(rank: int, look: Look) -> list[Tensor]:
-    """Gradients are divided before they are summed."""
-    return trained(sharded(net(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)), rank)
 
 
 def kept(rank: int, look: Look) -> list[Tensor]:
@@ -130,28 +130,6 @@ def tiled(rank: int, look: Look) -> list[Tensor]:
     for block in (model := net()):
         fsdp2.tile(block[2], 3)
     return trained(sharded(model), rank)
-
-
-def replicated(rank: int, look: Look) -> list[Tensor]:
-    """An all-reduce that is a reduce-scatter and a gather."""
-    return trained(sharded(net(), zero=ZeroPolicy(0)), rank)
-
-
-def inner(rank: int, look: Look) -> list[Tensor]:
-    """Shards that are cut over the replicas too."""
-    zero = ZeroPolicy(3, shard_size=2, shard_replicas=True)
-    model = sharded(net(), zero=zero, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    model.set_reduce_scatter_max_input_buffers(3)
-    return trained(model, rank)
-
-
-def int8(rank: int, look: Look) -> list[Tensor]:
-    return trained(sharded(net(), mp_policy=MixedPrecisionPolicy(all_gather_dtype=torch.int8)), rank)
-
-
-def wire(rank: int, look: Look) -> list[Tensor]:
-    """Rows that are narrower on the wire than in the sum."""
-    return trained(sharded(net(), mp_policy=MixedPrecisionPolicy(reduce_scatter_dtype=torch.bfloat16)), rank)
 
 
 def extension(rank: int, look: Look) -> list[Tensor]:
@@ -253,13 +231,17 @@ def finalized(rank: int, look: Look) -> list[Tensor]:
 
 def over_nccl(rank: int, look: Look) -> list[Tensor]:
     """The calls that NCCL gets."""
-    with comm(OverNccl()):
-        return trained(sharded(net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), rank)
+    return with_comm(MixedPrecisionPolicy(BF16, torch.float32), rank)
 
 
 def wire_over_nccl(rank: int, look: Look) -> list[Tensor]:
-    with comm(OverNccl()):
-        return trained(sharded(net(), mp_policy=MixedPrecisionPolicy(reduce_scatter_dtype=torch.bfloat16)), rank)
+    return with_comm(MixedPrecisionPolicy(reduce_scatter_dtype=BF16), rank)
+
+
+def with_comm(policy: MixedPrecisionPolicy, rank: int) -> list[Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fsdp2.comm.COMMS, "gloo", OverNccl())
+        return trained(sharded(net(), mp_policy=policy), rank)
 
 
 def custom(rank: int, look: Look) -> list[Tensor]:
@@ -299,34 +281,25 @@ def staging(rank: int, look: Look) -> list[Tensor]:
     return seen
 
 
-PROGRAMS: dict[str, tuple[int, Callable[[int, Look], list[Tensor]]]] = {
-    "plain": (2, plain),
-    "mixed": (2, mixed),
-    "half": (2, half),
-    "added": (2, added),
-    "again": (2, again),
-    "kept": (2, kept),
-    "int8": (2, int8),
-    "wire": (2, wire),
-    "extension": (2, extension),
-    **OF_OFFLOAD,
-    "evaluated": (2, evaluated),
-    "listed": (2, listed),
-    "hooked": (2, hooked),
-    "optimized_aside": (2, optimized_aside),
-    "finalized": (2, finalized),
-    "over_nccl": (2, over_nccl),
-    "wire_over_nccl": (2, wire_over_nccl),
-    "custom": (2, custom),
-    "matrices": (2, matrices),
-    "staging": (2, staging),
-    "frozen": (2, frozen),
-    "tiled": (2, tiled),
-    "hsdp": (4, hsdp),
-    "partials": (4, partials),
+PROGRAMS: dict[str, Program] = {
+    "plain": of(2),
+    "mixed": of(2, mp_policy=MixedPrecisionPolicy(BF16, BF16)),  # gradients are cast back
+    "half": of(2, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)),  # divided before they are summed
+    "int8": of(2, mp_policy=MixedPrecisionPolicy(all_gather_dtype=torch.int8)),
+    "wire": of(2, mp_policy=MixedPrecisionPolicy(reduce_scatter_dtype=BF16)),  # rows are narrower than in the sum
+    "hsdp": of(4, partial(mesh_of, 2, 2), 3, mp_policy=MixedPrecisionPolicy(BF16, BF16)),
+    "inner": of(
+        4, None, 3, zero=ZeroPolicy(3, shard_size=2, shard_replicas=True), mp_policy=MixedPrecisionPolicy(BF16)
+    ),
+    "replicated": of(4, zero=ZeroPolicy(0)),  # an all-reduce that is a reduce-scatter and a gather
     "smaller": (4, smaller),
-    "inner": (4, inner),
-    "replicated": (4, replicated),
+    "partials": (4, partials),
+    **OF_OFFLOAD,
+    **{
+        each.__name__: (2, each)
+        for each in (added, again, kept, extension, evaluated, listed, hooked, optimized_aside, finalized, over_nccl)
+    },
+    **{each.__name__: (2, each) for each in (wire_over_nccl, custom, matrices, staging, frozen, tiled)},
 }
 
 
@@ -348,11 +321,3 @@ def run(name: str, rank: int, look: bool) -> list[Tensor]:
             return PROGRAMS[name][1](rank, None)
         with detecting() as detector:
             return PROGRAMS[name][1](rank, detector)
-
-
-@contextmanager
-def comm(chosen: fsdp2.comm.Comm) -> Iterator[None]:
-    """The `Comm` that gloo's groups get."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(fsdp2.comm.COMMS, "gloo", chosen)
-        yield
