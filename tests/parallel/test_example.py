@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -32,15 +31,3 @@ def test_one_process_learns(alone: list[float]) -> None:
 )
 def test_the_same_losses_on_four_ranks(keys: str, alone: list[float]) -> None:
     assert losses(*keys.split(), ranks=4) == pytest.approx(alone, rel=1e-2)
-
-
-def test_a_file(tmp_path: Path, alone: list[float]) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text('[parallel]\nreplicate = 2\nactivation_checkpointing = "full"\n', encoding="utf-8")
-    assert losses("--config", str(path), ranks=2) == pytest.approx(alone, rel=1e-2)
-
-
-def test_degrees_that_do_not_fit() -> None:
-    job = run("parallel.py", "shard=2", "tensor=3", ranks=2)
-    assert job.status != 0
-    assert "2 ranks, but 2 (shard) x 3 (tensor) = 6. Change a degree" in job.errors

@@ -22,28 +22,18 @@ def combinations(ranks: int) -> pytest.MarkDecorator:
 
 @on_ranks(2)
 @combinations(2)
-def test_two_ranks(rank: int, world_size: int, degrees: dict[str, int]) -> None:
-    race(config_of(degrees))
+@pytest.mark.parametrize("how", ["full", "none"])
+def test_two_ranks(rank: int, world_size: int, degrees: dict[str, int], how: str) -> None:
+    race(config_of(degrees, activation_checkpointing=how))
 
 
 @on_ranks(4)
 @combinations(4)
-def test_four_ranks(rank: int, world_size: int, degrees: dict[str, int]) -> None:
-    model = race(config_of(degrees))
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_four_ranks(rank: int, world_size: int, degrees: dict[str, int], how: str) -> None:
+    model = race(config_of(degrees, activation_checkpointing=how))
     assert all(isinstance(each, FSDPModule) for each in (model, *model.blocks))
     assert all(isinstance(param, DTensor) for param in model.parameters())
-
-
-@on_ranks(2)
-@combinations(2)
-def test_checkpointing_on_two_ranks(rank: int, world_size: int, degrees: dict[str, int]) -> None:
-    race(config_of(degrees, activation_checkpointing="full"), shallow, steps=2)
-
-
-@on_ranks(4)
-@combinations(4)
-def test_checkpointing_on_four_ranks(rank: int, world_size: int, degrees: dict[str, int]) -> None:
-    race(config_of(degrees, activation_checkpointing="full"), shallow, steps=2)
 
 
 @on_ranks(2)

@@ -82,14 +82,6 @@ def test_two_ranks(rank: int, world_size: int, build: str, degrees: dict[str, in
     assert tied == (build == "llama_tied")
 
 
-@pytest.mark.exhaustive
-@on_ranks(4)
-@pytest.mark.parametrize("build", ["llama_tied", "qwen3"])
-@pytest.mark.parametrize("degrees", [{"shard": 2, "tensor": 2}, {"replicate": 2, "tensor": 2}], ids=name_of)
-def test_four_ranks(rank: int, world_size: int, build: str, degrees: dict[str, int]) -> None:
-    race(config_of(degrees), BUILDS[build], steps=2, tp_plan=None)
-
-
 @on_ranks(2)
 def test_the_very_model(rank: int, world_size: int) -> None:
     """Without a wrapper around it: its own `tp_plan`, its blocks, its loss."""

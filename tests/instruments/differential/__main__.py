@@ -33,7 +33,6 @@ def main() -> None:
     from tests.instruments.differential.generate import generate
     from tests.instruments.differential.program import Program
     from tests.instruments.differential.runner import run
-    from tests.instruments.differential.script import script_of
     from tests.instruments.differential.shrink import shrink
 
     start, kinds, ends, seconds = time.monotonic(), Counter(), Counter(), []
@@ -60,13 +59,11 @@ def main() -> None:
             if options.shrink:
                 program, result = shrink(program, result, partial(run, timeout_s=options.timeout), options.shrink)
                 found = f"{result.kind} at the last action\n{result.text[:1500]}"
-                source = script_of(program, f"Seed {seed} on {options.ranks} ranks, shrunk.", found)
                 lines = (*program.before, *program.actions)
                 print("".join(f"    {action.code}\n" for action in lines), found, flush=True)
                 print("    ", *(f"{model.source()}  {model.units()}" for model in program.models), program.mesh)
                 if options.keep:
                     options.keep.mkdir(parents=True, exist_ok=True)
-                    (options.keep / f"seed{seed}_{options.ranks}.py").write_text(source)
                     (options.keep / f"seed{seed}_{options.ranks}.json").write_text(program.to_json())
             if sum(kinds.values()) - kinds["same"] >= options.stop:
                 break

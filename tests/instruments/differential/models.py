@@ -1,7 +1,4 @@
-"""The modules that programs are made of. Every block maps (rows, DIM) to (rows, DIM), so any fits anywhere.
-
-A reproduction contains the source of those that it uses, so each stands by itself here.
-"""
+"""The modules that programs are made of. Every block maps (rows, DIM) to (rows, DIM), so any fits anywhere."""
 
 from __future__ import annotations
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.parity_models import TORCH_VERSION
-from tests.helpers.source_tree import ROOT
 from tests.instruments.differential.generate import generate
 from tests.instruments.differential.known import TRANSFORMS
 from tests.instruments.differential.mutants import MISSED, MISSED_BEFORE, Mutant, find
 from tests.instruments.differential.program import Action, Model, Node, Program
 from tests.instruments.differential.runner import run
-from tests.instruments.differential.script import script_of
 
 FOUND = Path(__file__).parent / "found"
 SAMPLE = {2: range(16), 4: range(2)}  # ranks: seeds
@@ -124,15 +120,3 @@ def _check(seed: int, num_ranks: int, between: bool) -> None:
     command = f"python -m tests.instruments.differential --seed {seed} --count 1 --ranks {num_ranks} --shrink 60"
     command += " --between" if between else ""
     assert result.kind == "same", f"{command}: {result.text}"
-
-
-@pytest.mark.exhaustive
-def test_scripts_run_by_themselves(tmp_path: Path) -> None:
-    """What is printed of a difference is a script that needs nothing of the fuzzer."""
-    for seed in (3, 4):
-        path = tmp_path / f"seed{seed}.py"
-        path.write_text(script_of(generate(seed, 2), "A program.", "Nothing."))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "---\ntorch" in done.stdout and "---\nfsdp2" in done.stdout
