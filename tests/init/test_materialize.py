@@ -226,28 +226,6 @@ def test_parametrised_modules(rank: int, world_size: int, kind: str) -> None:
         materialize(model, seed=0)
 
 
-class Refuses(nn.Linear):
-    """A reset that DTensor has no way for."""
-
-    def reset_parameters(self) -> None:
-        with torch.no_grad():
-            self.weight.copy_(torch.linalg.eigh(self.weight @ self.weight.t())[1])
-            self.bias.numpy()
-
-
-@on_ranks(2)
-def test_a_reset_that_fails_is_named(rank: int, world_size: int) -> None:
-    """torch's own words say neither which module nor what else there is."""
-    with torch.device("meta"):
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].__class__ = Refuses
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    with pytest.raises(ArgumentError, match=r"reset_parameters\(\) of '1' \(FSDPRefuses\) fails .*init="):
-        materialize(model, seed=0)
-
-
 @on_ranks(2)
 def test_what_is_real_stays(rank: int, world_size: int) -> None:
     """A part that has values keeps them: its reset was called all the same."""

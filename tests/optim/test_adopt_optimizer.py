@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -174,21 +173,6 @@ def test_no_warning_without_a_reason(rank: int, world_size: int) -> None:
     assert len(texts) == 1 and "holds 2 parameters" in texts[0]
 
 
-@on_ranks(2)
-def test_state_on_meta(rank: int, world_size: int) -> None:
-    """Eager state of a model on the meta device has no values to go on with: an error, and nothing has changed."""
-    with torch.device("meta"):
-        model = nn.Linear(4, 4)
-        optimizer = torch.optim.Adagrad(model.parameters())
-    held = list(optimizer.param_groups[0]["params"])
-    fsdp2.fully_shard(model)
-    model.to_empty(device="cpu")
-    with pytest.raises(ArgumentError, match=r"'weight': the optimizer's state 'sum' is on the meta device"):
-        adopt_optimizer(optimizer)
-    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], held, strict=True))
-    assert set(optimizer.state) == set(held)
-
-
 def values_like(param: torch.Tensor) -> torch.Tensor:
     """Different in every element."""
     numbers = torch.arange(float(param.numel())).view(param.shape)
@@ -266,27 +250,6 @@ def test_made_before_the_model_has_memory(rank: int, world_size: int, tmp_path: 
     changed = [not torch.equal(local(p), v) or not v.numel() for p, v in zip(model.parameters(), values, strict=True)]
     assert changed == kept
     assert bool(texts) == (route == "to_empty"), texts  # of the parameters that torch has replaced
-
-
-@on_ranks(2)
-def test_what_refers_weakly_makes_new_objects(rank: int, world_size: int) -> None:
-    """torch cannot exchange tensors that something refers to weakly. The first step says so; adopting repairs it."""
-    with torch.device("meta"):
-        model: Any = Stack(depth=1)
-    shard_blocks(fsdp2, model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    watched = [weakref.ref(param) for param in model.parameters()]
-    materialize(model, seed=0)
-    assert all(weak() is not param for weak, param in zip(watched, model.parameters(), strict=True))
-    before = [local(param).clone() for param in model.parameters()]
-    with stale_warnings() as texts:
-        step(model, optimizer, 0)
-    assert len(texts) == 1 and "inp.weight" in texts[0]
-    assert all(torch.equal(local(param), old) for param, old in zip(model.parameters(), before, strict=True))
-    adopt_optimizer(optimizer)
-    step(model, optimizer, 0)
-    pairs = zip(model.parameters(), before, strict=True)
-    assert not any(torch.equal(local(param), old) and old.numel() for param, old in pairs)
 
 
 @on_ranks(2)

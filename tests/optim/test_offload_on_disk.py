@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,8 +27,6 @@ import fsdp2
 from fsdp2 import Offload, checkpoint, offload_optimizer
 from fsdp2._torch import local_tensor
 from fsdp2.checkpoint.schema.checksum import BLOCK
-from fsdp2.disk import direct
-from fsdp2.disk.direct import PAGE
 from fsdp2.disk.file import PREFIX, DiskFile, remove_leftovers
 from fsdp2.optim import local_optimizer
 from fsdp2.optim.on_disk import IN_MEMORY, DiskTensor, Place
@@ -196,16 +193,6 @@ def test_files_have_no_names_and_are_closed(rank: int, world_size: int, tmp_path
     del ours
     gc.collect()
     assert not open_files(tmp_path)
-
-
-@on_ranks(1)
-def test_files_share_buffers(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Each file had kept its own: 2 MiB for each of four threads, which for a hundred units was more than the state."""
-    files = [DiskFile(str(tmp_path), PAGE, "pages", "") for _ in range(20)]
-    with patch.object(direct, "_new_buffer", wraps=direct._new_buffer) as new:
-        for file in files:
-            file.keep(0, memoryview(bytes(PAGE)))
-    assert new.call_count <= 1
 
 
 def test_leftovers(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from fsdp2 import Offload, checkpoint
 from fsdp2._torch import local_tensor
 from fsdp2.disk import mapped
 from fsdp2.disk.direct import PAGE
-from fsdp2.disk.mapped import MappedFile, RestingShards, file_of
+from fsdp2.disk.mapped import MappedFile, file_of
 from fsdp2.errors import UnsupportedError
 from fsdp2.init import materialize
 from fsdp2.optim.background import submit
@@ -97,20 +97,6 @@ def looked_at(rank: int, folder: Path) -> tuple[int, int]:
     settled()
     assert len(seen) == 2 * DEPTH
     return max(seen), in_memory(files)
-
-
-def test_what_comes_next_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward has another order than forward; both are known from the second time on."""
-    shards = {name: RestingShards([]) for name in "abcd"}
-    names = {id(each): name for name, each in shards.items()}
-    ahead: list[str] = []
-    monkeypatch.setattr(RestingShards, "read_ahead", lambda self: ahead.append(names[id(self)]))
-    for _ in range(3):
-        ahead.clear()
-        for name in "abcdcba":
-            shards[name].used()
-        settled()
-    assert "".join(ahead) == "bcdcba"
 
 
 def assigned(model: Any) -> Any:

@@ -174,16 +174,6 @@ def test_blocks_are_one_graph(rank: int, world_size: int) -> None:
         assert not counters["graph_break"]
 
 
-def test_compile_uses_inductor_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without running it: that takes a compiler."""
-    from fsdp2.parallel.blocks import recompute_and_compile
-
-    asked: list[str] = []
-    monkeypatch.setattr(torch, "compile", lambda fn, backend: asked.append(backend) or fn)
-    recompute_and_compile([Lm()], 0, True)
-    assert asked == ["inductor"]
-
-
 # --- what the config and the options say to fully_shard ---------------------------------------------------------------
 
 

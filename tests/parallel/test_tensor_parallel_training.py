@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 from torch.testing import assert_close
 
 import fsdp2
@@ -165,21 +165,6 @@ def test_unused_parameters_reduce_zeros(rank: int, world_size: int) -> None:
     with quiet():
         backward(model, data_rank(mesh))
     assert_tp_gradients(model, mean_gradients(plain, 2, backward))
-
-
-@on_ranks(4)
-def test_ignored_parameters(rank: int, world_size: int) -> None:
-    """Behaviour 93: an ignored TP parameter stays what TP made it."""
-    mesh = dp_tp()
-    model: Any = parallelize(TpLm(), mesh["tp"])
-    ignored = model.blocks[0].up.weight
-    fsdp2.fully_shard(model, mesh=mesh["dp"], ignored_params={ignored})
-    assert model.blocks[0].up.weight is ignored
-    assert (ignored.device_mesh, ignored.placements) == (mesh["tp"], (Shard(0),))
-    with quiet():
-        token_batch(model, 0, data_rank(mesh))
-    assert ignored.grad.placements == (Shard(0),)
-    assert model.blocks[0].up.bias.grad.placements == (_StridedShard(0, split_factor=2), Shard(0))
 
 
 @on_ranks(4)

@@ -71,24 +71,6 @@ def test_gradients_of_transforms(transform: str, options: str | None, called: st
     assert len(result.ran) == len(actions) and not result.ended
 
 
-def test_backward_that_fails_twice() -> None:
-    """fsdp2 refuses a backward after one that raised; torch runs it, and may raise the same again."""
-    actions = (
-        Action("fail", 'model.blocks[0].fails = "backward"'),
-        Action(
-            "forward",
-            "given = x(0).requires_grad_(); loss[0] = loss_of(model(given, (0,))); "
-            "torch.autograd.grad(loss[0], given, retain_graph=True)",
-            makes=0,
-        ),
-        Action("backward", "loss[0].backward()", needs=(0,)),
-    )
-    program = Program(1, 2, (2,), ("shard",), (Model("model", (Node("Lin"),)),), "optimizer = None", actions)
-    result = run(program)
-    assert result.kind == "same", result.text
-    assert result.used == ["a forward or a backward after a backward that raised, without `reset_iter_state`"]
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", sorted(FOUND.glob("*.json")), ids=lambda path: path.stem)
 def test_found_programs(path: Path) -> None:
