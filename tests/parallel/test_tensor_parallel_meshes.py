@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing import assert_close
 
@@ -15,38 +15,13 @@ import fsdp2
 from tests.helpers.parity_models import full, local, shard_like
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import (
-    PLANS,
     TpLm,
-    count_comms,
-    data_rank,
     dp_tp,
     hsdp_tp,
     mesh_of,
-    placements_after,
-    token_batch,
     tp_pair,
     tp_race,
 )
-
-every_plan = pytest.mark.parametrize("plan", PLANS)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
-@every_plan
-def test_hsdp(rank: int, world_size: int, sizes: tuple[int, int], plan: str) -> None:
-    """Behaviour 159: parameters on ("dp_replicate", "dp_shard", "tp"); gradients also all-reduced over the replicas."""
-    mesh = hsdp_tp(*sizes)
-    model = tp_race(mesh, plan=plan, exact=True).run(2)
-    for name, param in model.named_parameters():
-        assert isinstance(param, DTensor)
-        assert param.placements == (Replicate(), *placements_after(name, plan)), name
-        names = ("dp_replicate", "dp_shard", "tp")[: len(param.placements)]
-        assert param.device_mesh.mesh_dim_names == names, name
-    with count_comms() as counts:
-        token_batch(model, 0, data_rank(mesh))
-    assert counts["all_reduce"] == 3
-    assert (counts["reduce_scatter"] == 0) == (sizes[1] == 1)
 
 
 @pytest.mark.exhaustive

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 import fsdp2.checkpoint.run.background as background
@@ -54,18 +52,41 @@ class OverNccl(NcclComm):
     has_average = False
 
 
-def of(ranks: int, mesh: Callable[[], DeviceMesh] | None = None, buffers: int = 0, **options: Any) -> Program:
-    """The training of a model with these options of `fully_shard`."""
+def of(
+    ranks: int,
+    change: Callable[[Any], object] = lambda model: None,
+    prepare: Callable[[Any], object] = lambda model: None,
+    **options: Any,
+) -> Program:
+    """The training of a model that is changed, sharded with these options of `fully_shard`, and prepared."""
 
     def program(rank: int, look: Look) -> list[Tensor]:
-        if mesh is not None:
-            options["mesh"] = mesh()
-        model = sharded(net(), **options)
-        if buffers:
-            model.set_reduce_scatter_max_input_buffers(buffers)
+        model: Any = net()
+        change(model)
+        given = {**options, "mesh": mesh_of(2, 2)} if options.get("mesh") == "hsdp" else options
+        model = sharded(model, **given)
+        prepare(model)
         return trained(model, rank)
 
     return ranks, program
+
+
+def freezes_first(model: Any) -> None:
+    model[0].requires_grad_(False)
+
+
+def tiles(model: Any) -> None:
+    for block in model:
+        fsdp2.tile(block[2], 3)
+
+
+def in_pieces(model: Any) -> None:
+    for block in model:
+        block[0].weight = nn.Parameter(InPieces(block[0].weight.detach(), {}))
+
+
+def three_buffers(model: Any) -> None:
+    model.set_reduce_scatter_max_input_buffers(3)
 
 
 def added(rank: int, look: Look) -> list[Tensor]:
@@ -98,23 +119,6 @@ def partials(rank: int, look: Look) -> list[Tensor]:
     return results(model)
 
 
-def smaller(rank: int, look: Look) -> list[Tensor]:
-    """An int for `reshard_after_forward`."""
-    model = net()
-    for block in model:
-        fully_shard(block, reshard_after_forward=2)
-    return trained(fully_shard(model), rank)
-
-
-def kept(rank: int, look: Look) -> list[Tensor]:
-    """Memory that is not freed between uses, and a frozen unit."""
-    model = net()
-    model[0].requires_grad_(False)
-    model = sharded(model)
-    model.set_keep_unsharded_storage(True)
-    return trained(model, rank)
-
-
 def frozen(rank: int, look: Look) -> list[Tensor]:
     """Frozen weights beside trained ones: gathered once, then copied from host memory until something changes them."""
     for block in (model := net()):
@@ -124,22 +128,6 @@ def frozen(rank: int, look: Look) -> list[Tensor]:
     with torch.no_grad():
         model[1][0].weight.mul_(0.5)
     return seen + trained(model, rank)
-
-
-def tiled(rank: int, look: Look) -> list[Tensor]:
-    for block in (model := net()):
-        fsdp2.tile(block[2], 3)
-    return trained(sharded(model), rank)
-
-
-def extension(rank: int, look: Look) -> list[Tensor]:
-    model = net()
-    for block in model:
-        block[0].weight = nn.Parameter(InPieces(block[0].weight.detach(), {}))
-    model = sharded(model)
-    for number in range(3):
-        step(model, rank, number)
-    return [param.grad.to_local().clone() for param in model.parameters()]
 
 
 def evaluated(rank: int, look: Look) -> list[Tensor]:
@@ -244,13 +232,6 @@ def with_comm(policy: MixedPrecisionPolicy, rank: int) -> list[Tensor]:
         return trained(sharded(net(), mp_policy=policy), rank)
 
 
-def custom(rank: int, look: Look) -> list[Tensor]:
-    """Collectives of the user's."""
-    model = sharded(net())
-    customise(model)
-    return trained(model, rank)
-
-
 def matrices(rank: int, look: Look) -> list[Tensor]:
     """Whole matrices travel to their owners and back."""
     model = sharded(net())
@@ -281,25 +262,30 @@ def staging(rank: int, look: Look) -> list[Tensor]:
     return seen
 
 
+TO_16 = MixedPrecisionPolicy(BF16, BF16)
 PROGRAMS: dict[str, Program] = {
     "plain": of(2),
-    "mixed": of(2, mp_policy=MixedPrecisionPolicy(BF16, BF16)),  # gradients are cast back
+    "mixed": of(2, mp_policy=TO_16),  # gradients are cast back
     "half": of(2, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)),  # divided before they are summed
     "int8": of(2, mp_policy=MixedPrecisionPolicy(all_gather_dtype=torch.int8)),
     "wire": of(2, mp_policy=MixedPrecisionPolicy(reduce_scatter_dtype=BF16)),  # rows are narrower than in the sum
-    "hsdp": of(4, partial(mesh_of, 2, 2), 3, mp_policy=MixedPrecisionPolicy(BF16, BF16)),
+    "kept": of(2, freezes_first, lambda model: model.set_keep_unsharded_storage(True)),
+    "tiled": of(2, tiles),
+    "extension": of(2, in_pieces),
+    "custom": of(2, prepare=customise),
+    "smaller": of(4, reshard_after_forward=2),
+    "hsdp": of(4, prepare=three_buffers, mesh="hsdp", mp_policy=TO_16),
     "inner": of(
-        4, None, 3, zero=ZeroPolicy(3, shard_size=2, shard_replicas=True), mp_policy=MixedPrecisionPolicy(BF16)
+        4,
+        prepare=three_buffers,
+        zero=ZeroPolicy(3, shard_size=2, shard_replicas=True),
+        mp_policy=MixedPrecisionPolicy(BF16),
     ),
     "replicated": of(4, zero=ZeroPolicy(0)),  # an all-reduce that is a reduce-scatter and a gather
-    "smaller": (4, smaller),
     "partials": (4, partials),
     **OF_OFFLOAD,
-    **{
-        each.__name__: (2, each)
-        for each in (added, again, kept, extension, evaluated, listed, hooked, optimized_aside, finalized, over_nccl)
-    },
-    **{each.__name__: (2, each) for each in (wire_over_nccl, custom, matrices, staging, frozen, tiled)},
+    **{each.__name__: (2, each) for each in (added, again, frozen, evaluated, listed, hooked, optimized_aside)},
+    **{each.__name__: (2, each) for each in (finalized, over_nccl, wire_over_nccl, matrices, staging)},
 }
 
 
