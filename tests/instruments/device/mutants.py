@@ -156,13 +156,7 @@ MORE: tuple[Mutant, ...] = (
         "",
         "states_on_disk",
     ),
-    Mutant(
-        "disk: it is read before it has been written",
-        DISK,
-        "            wait([self._written])",
-        "            pass",
-        "states_on_disk",
-    ),
+    Mutant("disk: it is read before it has been written", DISK, "wait([self._written])", "pass", "states_on_disk"),
     Mutant(
         "disk: memory is freed while it is written",
         DISK,
@@ -192,13 +186,7 @@ MORE: tuple[Mutant, ...] = (
         "states_on_disk",
     ),
     Mutant("disk: there is always room", DISK, "        _threads().room.acquire()\n", "", "states_on_disk"),
-    Mutant(
-        "ring attention: messages are not waited for",
-        "parallel.ring_attention",
-        "                work.wait()\n",
-        "                pass\n",
-        "ring",
-    ),
+    Mutant("ring attention: messages are not waited for", "parallel.ring_attention", "work.wait()", "pass", "ring"),
     Mutant(
         "agree_on_step: what others have begun is not waited for",
         "watch.joint_step",

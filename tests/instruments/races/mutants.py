@@ -134,9 +134,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "    kept.clear()\n    if not is_lazy:\n        yield partial(streams.wait, done)\n    if done",
         "plain",
     ),
-    Mutant(
-        "reduction: the collective is not waited for", "runtime.streams", "    wait(started)\n", "    pass\n", "plain"
-    ),
+    Mutant("reduction: the collective is not waited for", "runtime.streams", "    wait(started)", "    pass", "plain"),
     Mutant(
         "reduction: the scale is on the compute stream",
         REDUCTION,
@@ -235,13 +233,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *OF_OFFLOAD,
     # --- communication ---
-    Mutant(
-        "comm: works are not waited for",
-        "watch.exchange",
-        "            pending.wait()\n",
-        "            pass\n",
-        "over_nccl",
-    ),
+    Mutant("comm: works are not waited for", "watch.exchange", "pending.wait()", "pass", "over_nccl"),
     Mutant(
         "comm: results are completed before the wait",
         "extras.narrow",
@@ -256,13 +248,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         "plain",
     ),
-    Mutant(
-        "comm: the sum is gathered before it is there",
-        "comm.gloo",
-        "        self.scattering.wait()\n",
-        "",
-        "replicated",
-    ),
+    Mutant("comm: the sum is gathered before it is there", "comm.gloo", "self.scattering.wait()", "pass", "replicated"),
     Mutant(
         "comm: the gathered sum is not waited for",
         "comm.gloo",

@@ -24,9 +24,7 @@ STORE = """\
 
 OF_OFFLOAD: tuple[Mutant, ...] = (
     # --- optimizers that step in the background ---
-    Mutant(
-        "step: it does not wait for the gradients", PART, "            self._streams.wait(ready)\n", "", "stepped_aside"
-    ),
+    Mutant("step: it does not wait for the gradients", PART, "self._streams.wait(ready)", "pass", "stepped_aside"),
     Mutant(
         "step: its event is recorded before it",
         PART,
@@ -55,9 +53,7 @@ OF_OFFLOAD: tuple[Mutant, ...] = (
         "            pass\n",
         "stepped_aside",
     ),
-    Mutant(
-        "step: gradients are not kept", PART, "            self._kept = grads\n", "            pass\n", "stepped_aside"
-    ),
+    Mutant("step: gradients are not kept", PART, "self._kept = grads", "pass", "stepped_aside"),
     Mutant(
         "step: its event is recorded before results are copied back",
         PART,
