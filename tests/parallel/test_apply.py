@@ -325,7 +325,7 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (tied_and_split_differently, ArgumentError, "'embed.weight' and 'head.weight' are one weight, but it was split"),
     (lambda model: parallelize(model, config_of({"shard": 3})), ArgumentError, "2 ranks, but 3 (shard). Change a deg"),
     (
-        lambda model: parallelize(model, AUTO, meshes=build_meshes(config_of(REPLICAS), "cpu")),
+        lambda model: parallelize(model, config_of({"shard": 2}), meshes=build_meshes(config_of(REPLICAS), "cpu")),
         ArgumentError,
         "parallelize: the meshes have other degrees, {'pipeline': 1, 'replicate': 2",
     ),

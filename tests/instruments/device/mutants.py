@@ -19,17 +19,12 @@ from tests.instruments.races.mutants import MEMORY, MUTANTS, STEP
 
 __all__ = ["MUTANTS_HERE", "found"]
 
-# The program of each mutant for the detector, and what has the same at stake here: features, and scenarios.
+# What has the same at stake here as a mutant's program, where that is not a feature or a scenario, or not the only one.
 TRAININGS: dict[str, tuple[str, ...]] = {
     "plain": ("plain", "coalesced"),
-    "mixed": ("reduced in 16 bits",),
-    "half": ("reduced in fp16",),
-    "added": ("two backwards of a graph",),
-    "again": ("a block again",),
-    "kept": ("keeps storage",),
-    "inner": ("sharded replicas, mixed precision",),
-    "hsdp": ("replicas, reduced in 16 bits", "replicas, mixed precision"),
-    "partials": ("replicas, accumulation",),
+    "mixed precision, coalesced": ("coalesced",),
+    "16 bits on the wire, coalesced": ("16 bits on the wire",),
+    "replicas, reduced in 16 bits": ("replicas, reduced in 16 bits", "replicas, mixed precision"),
     "offload": ("offload", "offload, mixed precision"),
     "stepped_aside": ("states in host memory", "states in host memory, stepped in backward"),
     "staged_states": ("states in host memory, loaded", "states in host memory, zeroed"),
@@ -37,18 +32,11 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "activations": ("activations", "activations, in part"),
     "hooked": ("hook on a stream",),
     "optimized_aside": ("optimizer on a stream",),
-    "over_nccl": ("coalesced",),
-    "wire_over_nccl": ("16 bits on the wire",),
-    "matrices": ("whole matrices",),
     "states_on_disk": ("states on disk, looked at", "states on disk", "states on disk, all else in host memory"),
     "staging": ("saved in the background",),
-    "replicated": ("stage 0",),
+    "saved": ("saved", "saved in the background"),
     "saved twice": ("saved twice in the background",),
     "ring": ("context parallel",),
-    "bad batch": ("bad batch",),
-    "two units": ("two units",),
-    "saved": ("saved", "saved in the background"),
-    "loaded": ("loaded",),
 }
 
 DISK = "optim.on_disk"
@@ -98,7 +86,7 @@ MORE: tuple[Mutant, ...] = (
         "extras.narrow",
         "        for work in self.works:\n            if work is not None:\n                work.wait()\n",
         "",
-        "wire_over_nccl",
+        "16 bits on the wire, coalesced",
     ),
     Mutant(
         "checkpoint: nobody waits for the device",
@@ -230,7 +218,7 @@ MUTANTS_HERE = tuple(mutant for mutant in (*MUTANTS, *MORE) if mutant.name not i
 
 def names_of(mutant: Mutant) -> tuple[str, ...]:
     """The features and scenarios that run with the mutant."""
-    return ELSEWHERE.get(mutant.name, TRAININGS[mutant.program])
+    return ELSEWHERE.get(mutant.name, TRAININGS.get(mutant.program, (mutant.program,)))
 
 
 def body(rank: int, world_size: int, index: int) -> str:

@@ -189,7 +189,10 @@ FEATURES = {
     "coalesced": Feature(coalesced=True),
     "a block again": Feature(prepare=runs_again),
     "stays unsharded": Feature({"reshard_after_forward": False}),
-    "keeps storage": Feature(prepare=lambda model, device: model.set_keep_unsharded_storage(True)),
+    "keeps storage": Feature(
+        prepare=lambda model, device: model.set_keep_unsharded_storage(True),
+        change=lambda model: model.blocks[0].requires_grad_(False),
+    ),
     "mixed precision": Feature(mixed()),
     "mixed precision, coalesced": Feature(mixed(), coalesced=True),
     "16 bits on the wire": Feature(mixed(reduce_scatter_dtype=BF16)),

@@ -37,9 +37,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "            finish()\n        finish = partial(streams.wait, streams.record())\n",
         "plain",
     ),
-    Mutant("gather: no wait for kept memory", BUCKET, "streams.wait(used)", "pass", "kept"),
-    Mutant("gather: kept memory is not in use", BUCKET, " or self.source.follows_compute", "", "kept"),
-    Mutant("gather: no room is made", BUCKET, "memory.make_room(source.base, prefetching)\n", "pass\n", "again"),
+    Mutant("gather: no wait for kept memory", BUCKET, "streams.wait(used)", "pass", "keeps storage"),
+    Mutant("gather: kept memory is not in use", BUCKET, " or self.source.follows_compute", "", "keeps storage"),
+    Mutant(
+        "gather: no room is made", BUCKET, "memory.make_room(source.base, prefetching)\n", "pass\n", "a block again"
+    ),
     Mutant("gather: the collective is not waited for", "runtime.gather", "collective.wait(started)", "pass", "plain"),
     Mutant(
         "gather: copied out before the wait",
@@ -67,14 +69,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "                self.released.append((storage, self.streams.record(), unit))",
         "plain",
     ),
-    Mutant("release: taken back without a wait", MEMORY, "self.streams.wait(entry[1])", "pass", "again"),
+    Mutant("release: taken back without a wait", MEMORY, "self.streams.wait(entry[1])", "pass", "a block again"),
     Mutant("release: freed without a wait", MEMORY, "self.streams.wait(event)", "pass", "plain"),
     Mutant(
         "release: compute waits instead",
         MEMORY,
         "        with self.streams.gathering():\n            while self.released:\n                self._free_oldest()",
         "        while self.released:\n            self._free_oldest()",
-        "added",
+        "two backwards of a graph",
     ),
     # --- what the optimizer changes ---
     Mutant(
@@ -125,7 +127,7 @@ MUTANTS: tuple[Mutant, ...] = (
         REDUCTION,
         "kept = [] if is_lazy else [*grads]",
         "kept = []",
-        "half",
+        "reduced in fp16",
     ),
     Mutant(
         "reduction: nothing is kept until the end",
@@ -140,14 +142,14 @@ MUTANTS: tuple[Mutant, ...] = (
         REDUCTION,
         f"        if not has_replicas:\n            {SCALED}        done = streams.record()\n",
         f"    if not has_replicas:\n        {SCALED}    done = streams.record()\n",
-        "mixed",
+        "reduced in 16 bits",
     ),
     Mutant(
         "reduction: the event is recorded before the scale",
         REDUCTION,
         f"        if not has_replicas:\n            {SCALED}        done = streams.record()\n",
         f"        done = streams.record()\n        if not has_replicas:\n            {SCALED}",
-        "mixed",
+        "reduced in 16 bits",
     ),
     Mutant(
         "reduction: compute does not wait",
@@ -162,7 +164,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "    if not is_lazy:\n        yield partial(streams.wait, done)\n    if done",
         "    plan.sink.deliver(map(torch.Tensor.as_strided, repeat(flat), *plan.sink.views))\n"
         "    if not is_lazy:\n        yield partial(streams.wait, done)\n    if done",
-        "added",
+        "two backwards of a graph",
     ),
     Mutant("offload: the host does not wait", REDUCTION, "done.synchronize()", "pass", "offload"),
     Mutant(
@@ -178,42 +180,42 @@ MUTANTS: tuple[Mutant, ...] = (
         REDUCTION,
         "                yield partial(streams.wait, done)\n            _add",
         "                pass\n            _add",
-        "partials",
+        "replicas, accumulation",
     ),
     Mutant(
         "all-reduce: no wait for the reduce-scatter",
         REDUCTION,
         "            streams.wait(done)\n            _add",
         "            _add",
-        "hsdp",
+        "replicas, reduced in 16 bits",
     ),
     Mutant(
         "all-reduce: the collective is not waited for",
         REDUCTION,
         "streams.later(collective.wait, collective.start([flat], [flat]))",
         "collective.start([flat], [flat]) and None",
-        "hsdp",
+        "replicas, reduced in 16 bits",
     ),
     Mutant(
         "all-reduce: no event after it",
         REDUCTION,
         f"    {SCALED}            done = streams.record()\n",
         f"    {SCALED}",
-        "hsdp",
+        "replicas, reduced in 16 bits",
     ),
     Mutant(
         "all-reduce: the inner output is not kept",
         "extras.shard_replicas",
         "kept += [flat, inner",
         "kept += [inner",
-        "inner",
+        "sharded replicas, mixed precision",
     ),
     Mutant(
         "all-reduce: the output before the cast is not kept",
         REDUCTION,
         "    kept.append(flat)  # allocated on the reduce-scatter stream, may be read on the all-reduce stream\n",
         "",
-        "hsdp",
+        "replicas, reduced in 16 bits",
     ),
     # --- hooks on a stream of the user's ---
     Mutant(
@@ -233,13 +235,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *OF_OFFLOAD,
     # --- communication ---
-    Mutant("comm: works are not waited for", "watch.exchange", "pending.wait()", "pass", "over_nccl"),
+    Mutant("comm: works are not waited for", "watch.exchange", "pending.wait()", "pass", "mixed precision, coalesced"),
     Mutant(
         "comm: results are completed before the wait",
         "extras.narrow",
         "        for work in self.works:\n            if work is not None:\n                work.wait()\n",
         "",
-        "wire_over_nccl",
+        "16 bits on the wire, coalesced",
     ),
     Mutant(
         "comm: messages are not waited for",
@@ -248,13 +250,15 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         "plain",
     ),
-    Mutant("comm: the sum is gathered before it is there", "comm.gloo", "self.scattering.wait()", "pass", "replicated"),
+    Mutant(
+        "comm: the sum is gathered before it is there", "comm.gloo", "self.scattering.wait()", "pass", "stage 0 on four"
+    ),
     Mutant(
         "comm: the gathered sum is not waited for",
         "comm.gloo",
         "            self.gather.call().wait()\n",
         "            self.gathering = self.gather.call()\n",
-        "replicated",
+        "stage 0 on four",
     ),
     Mutant(
         "comm: the sum is gathered before it is copied",
@@ -263,10 +267,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "            self.gather.call().wait()\n",
         "        gathering = None if self.gather is None else self.gather.call()\n        self.row.copy_(self.sum)\n"
         "        if gathering is not None:\n            gathering.wait()\n",
-        "replicated",
+        "stage 0 on four",
     ),
     # --- whole matrices ---
-    Mutant("exchange: what travels is not waited for", "optim.exchange", "self._work.wait()", "pass", "matrices"),
+    Mutant("exchange: what travels is not waited for", "optim.exchange", "self._work.wait()", "pass", "whole matrices"),
     # --- checkpoints ---
     Mutant("staging: the host does not wait", "checkpoint.run.background", "    wait_for(ends)", "    pass", "staging"),
 )

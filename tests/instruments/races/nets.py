@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, fully_shard
 from fsdp2.extras.comm_memory import FlatAllGather, FlatReduceScatter
 from tests.instruments.races.detector import Detector
 
-__all__ = ["Look", "Recomputed", "batch", "customise", "mesh_of", "net", "results", "sharded", "step", "trained"]
+__all__ = ["Look", "batch", "customise", "net", "results", "sharded", "step", "trained"]
 
 Look = Detector | None  # None: nobody looks
 
@@ -24,23 +22,10 @@ def net(num: int = 3) -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(32, 96), nn.Tanh(), nn.Linear(96, 32)) for _ in range(num)])
 
 
-class Recomputed(nn.Module):
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
 def sharded(model: nn.Sequential, **options: Any) -> Any:
     for block in model:
         fully_shard(block, **options)
     return fully_shard(model, **options)
-
-
-def mesh_of(replicas: int, shards: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def batch(rank: int, step: int) -> Tensor:

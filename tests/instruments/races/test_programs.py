@@ -77,7 +77,7 @@ def check(rank: int, name: str) -> None:
 
 def programs(ranks: int) -> list[Any]:
     """Those for so many ranks; the fast tier has those that have found faults of the library, and one on four ranks."""
-    fast = ("offload", "staged_states", "hsdp")
+    fast = ("offload", "staged_states", "replicas, reduced in 16 bits")
     names = [name for name in PROGRAMS if num_ranks(name) == ranks]
     return [pytest.param(name, marks=[] if name in fast else pytest.mark.exhaustive) for name in names]
 
