@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from fsdp2.optim import matrix_optimizer, matrix_plan
+from fsdp2.optim import MatrixOptimizer, matrix_optimizer, matrix_plan
 from tests.helpers.matrix_optimizers import (
     SHAPES,
     Shampoo,
@@ -33,7 +34,7 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import mesh_of
 
 KINDS = {"Muon": torch.optim.Muon, "Shampoo": Shampoo}
-Pair = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
+Optim = torch.optim.Optimizer
 
 
 def in_one_process(kind: Any, steps: int, missing: Any = ()) -> torch.optim.Optimizer:
@@ -55,110 +56,95 @@ def test_as_in_one_process(rank: int, world_size: int, kind: str) -> None:
         assert_same(optimizer, plain)
 
 
-def options_of_muon(optimizers: Pair) -> Pair:
-    """The adjusted learning rate is that of the whole shape. With the local one it is smaller, and no error says so."""
-    optimizers = muon_pair(adjust_lr_fn="match_rms_adamw", lr=torch.tensor(0.05))
-    for each in optimizers:
-        train(each, range(2))
-    return optimizers
+def steps(optimizer: Optim) -> None:
+    train(optimizer, range(2))
 
 
-def scaled(optimizers: Pair) -> Pair:
+def scaled(optimizer: Optim) -> None:
     """A step is left out on every rank, where one element of a gradient, on one rank, is infinite."""
-    for each in optimizers:
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for step in range(3):
-            scale = scaler.scale(torch.ones(()))
-            set_grads(each, step)
-            for param in params_in(each):
-                param.grad *= scale * (float("inf") if step == 1 and param.shape == SHAPES[2] else 1.0)
-            scaler.step(each)
-            scaler.update()
-        assert scaler.get_scale() == 2.0
-    return optimizers
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        scale = scaler.scale(torch.ones(()))
+        set_grads(optimizer, step)
+        for param in params_in(optimizer):
+            param.grad *= scale * (float("inf") if step == 1 and param.shape == SHAPES[2] else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0
 
 
-def closure(optimizers: Pair) -> Pair:
+def closure(optimizer: Optim) -> None:
     """It is called once, with gradients enabled, before anything is sent."""
-    for each in optimizers:
-        losses = []
+    losses = []
 
-        def loss(each: Any = each, losses: list[float] = losses) -> float:
-            assert torch.is_grad_enabled()
-            set_grads(each, len(losses))
-            losses.append(0.5)
-            return losses[-1]
+    def loss() -> float:
+        assert torch.is_grad_enabled()
+        set_grads(optimizer, len(losses))
+        losses.append(0.5)
+        return losses[-1]
 
-        assert each.step(loss) == each.step(loss) == 0.5 and len(losses) == 2
-    return optimizers
+    assert optimizer.step(loss) == optimizer.step(loss) == 0.5 and len(losses) == 2
 
 
-def frozen(optimizers: Pair) -> Pair:
+def frozen(optimizer: Optim) -> None:
     """Frozen parameters do not travel, and their states stay until they are trained again."""
-    for each in optimizers:
-        train(each, range(1))
-        for is_frozen in (True, False):
-            for param in params_in(each)[:3]:
-                param.requires_grad_(not is_frozen)
-            missing = [(step, index) for step in range(3) for index in range(3)] if is_frozen else []
-            train(each, range(1, 3), missing)
-    return optimizers
+    train(optimizer, range(1))
+    for is_frozen in (True, False):
+        for param in params_in(optimizer)[:3]:
+            param.requires_grad_(not is_frozen)
+        missing = [(step, index) for step in range(3) for index in range(3)] if is_frozen else []
+        train(optimizer, range(1, 3), missing)
 
 
-def added_group(optimizers: Pair) -> Pair:
-    optimizers = plain, optimizer = muon_pair(values_of()[:3])
-    for each in optimizers:
-        train(each, range(1))
-    plain.add_param_group({"params": [nn.Parameter(each) for each in values_of()[3:]], "lr": 0.5})
-    optimizer.add_param_group({"params": sharded(values_of()[3:]), "lr": 0.5})
-    for each in optimizers:
-        train(each, range(1, 3))
-    return optimizers
+def added_group(optimizer: Optim) -> None:
+    train(optimizer, range(1))
+    values = [value(index, shape, 5) for index, shape in enumerate(SHAPES[:3])]
+    is_ours = isinstance(optimizer, MatrixOptimizer)
+    optimizer.add_param_group({"params": sharded(values) if is_ours else [*map(nn.Parameter, values)], "lr": 0.5})
+    train(optimizer, range(1, 3))
 
 
-def bf16(optimizers: Pair) -> Pair:
-    optimizers = muon_pair([each.bfloat16() for each in values_of()])
-    for each in optimizers:
-        train(each, range(2))
-    return optimizers
+def bf16_gradients(optimizer: Optim) -> None:
+    for param in params_in(optimizer):
+        param.grad_dtype = torch.bfloat16
+    train(optimizer, range(2))
 
 
-def bf16_gradients(optimizers: Pair) -> Pair:
-    for each in optimizers:
-        for param in params_in(each):
-            param.grad_dtype = torch.bfloat16
-        train(each, range(2))
-    return optimizers
-
-
-def changed_from_outside(optimizers: Pair) -> Pair:
+def changed_from_outside(optimizer: Optim) -> None:
     """What a user or a checkpoint writes into shards and state between steps takes effect in the next one."""
-    for each in optimizers:
-        train(each, range(2))
-        with torch.no_grad():
-            params_in(each)[0].mul_(0.5)
-            params_in(each)[1].data.mul_(0.25)
-            each.state[params_in(each)[2]]["momentum_buffer"].zero_()
-        del each.state[params_in(each)[3]]
-        train(each, range(2, 4))
-    return optimizers
+    train(optimizer, range(2))
+    params = params_in(optimizer)
+    with torch.no_grad():
+        params[0].mul_(0.5)
+        params[1].data.mul_(0.25)
+        optimizer.state[params[2]]["momentum_buffer"].zero_()
+    del optimizer.state[params[3]]
+    train(optimizer, range(2, 4))
 
 
-def nothing(optimizers: Pair) -> Pair:
-    """Without gradients nothing is stepped: no weight decay, no state."""
-    optimizers[1].step()
-    assert not optimizers[1].state
-    return optimizers
+def without_gradients(optimizer: Optim) -> None:
+    """Nothing is stepped: no weight decay, no state."""
+    optimizer.step()
+    assert not optimizer.state
 
 
-PROGRAMS = [options_of_muon, scaled, closure, frozen, added_group, bf16, bf16_gradients, changed_from_outside, nothing]
+PROGRAMS: list[tuple[Callable[[Optim], None], dict[str, Any]]] = [
+    # The adjusted learning rate is that of the whole shape. With the local one it is smaller, and no error says so.
+    (steps, {"adjust_lr_fn": "match_rms_adamw"}),
+    (steps, {"lr": torch.tensor(0.05)}),
+    (steps, {"values": [each.bfloat16() for each in values_of()]}),
+    *((each, {}) for each in (scaled, closure, frozen, added_group, bf16_gradients, changed_from_outside)),
+    (without_gradients, {}),
+]
 
 
 @on_ranks(2, 3)
 def test_programs(rank: int, world_size: int) -> None:
     """Bit for bit as in one process."""
-    for program in PROGRAMS:
-        plain, optimizer = program(muon_pair())
+    for program, options in PROGRAMS:
+        plain, optimizer = muon_pair(**options)
+        program(plain)
+        program(optimizer)
         assert_same(optimizer, plain)
 
 

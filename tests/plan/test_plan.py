@@ -3,7 +3,6 @@ what arithmetic says of it."""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from dataclasses import replace
 from pathlib import Path
@@ -183,17 +182,6 @@ def test_on_the_cpu_the_host_computes() -> None:
     assert len(forwards) == len(set(forwards)) == DEPTH
 
 
-def test_offload_moves_what_rests_to_the_host() -> None:
-    plan = predict(LINEARS, replace(BLOCKS, cpu_offload=True), MACHINES["h100"], 8)
-    shards = DEPTH * DIM * DIM * 4 // 8
-    assert plan.peak.nbytes["parameters and buffers"] == 0
-    assert plan.peak.nbytes["optimizer states"] == 4 * DEPTH  # the numbers of steps
-    assert shards * 4 <= plan.host_bytes <= shards * 6  # gradients too, and what the optimizer needs for its arithmetic
-    on_device = predict(LINEARS, BLOCKS, MACHINES["h100"], 8)
-    assert on_device.host_bytes == 0 and plan.peak.total < on_device.peak.total
-    assert plan.seconds > on_device.seconds
-
-
 SHARDS = DEPTH * DIM * DIM * 4 // 8
 UNIT = SHARDS // DEPTH
 
@@ -211,6 +199,8 @@ def test_offload_by_kind(offload: str, on_host: int) -> None:
     assert most["gradients"] >= SHARDS if offload == "states" else most["gradients"] < 2 * DIM * DIM * 4 + SHARDS
     assert most["optimizer states"] <= 2 * UNIT + 1024
     assert f"offload {offload}" in plan.name
+    on_device = predict(LINEARS, BLOCKS, MACHINES["h100"], 8)
+    assert on_device.host_bytes == 0 and plan.peak.total < on_device.peak.total
 
 
 def test_steps_in_the_background_overlap() -> None:
@@ -398,9 +388,3 @@ def test_making_memory_takes_no_time() -> None:
     assert seconds_of(slow, torch.ops.aten.neg.default, (x,), {}, x, [x, x]) == 32
     assert seconds_of(slow, torch.ops.aten.empty.memory_format, ([4],), {}, x, [x]) == 0
     assert seconds_of(slow, torch.ops.aten.set_.source_Storage, (x, x.untyped_storage()), {}, x, [x, x]) == 0
-
-
-def test_known_machines() -> None:
-    for machine in MACHINES.values():
-        assert dataclasses.replace(machine).flops_of(torch.bfloat16) > machine.flops_of(torch.float32)
-        assert machine.flops_of(torch.int64) == machine.flops_of(torch.float32)
