@@ -133,7 +133,7 @@ def test_reduce_dtype_outlives_a_cast(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("convert", [False, True])
 def test_grad_dtype_of_a_parameter(rank: int, world_size: int, convert: bool) -> None:
-    """Behaviour 36: gradients come in the `grad_dtype` set on a sharded parameter, also if it is converted afterwards."""
+    """Behaviour 36: gradients come in the `grad_dtype` set on a sharded parameter, also if that is converted later."""
     dtype = torch.float16 if convert else torch.bfloat16
     model = linears(2).bfloat16()
     shard = (fully_shard(model[0]), fully_shard(model))

@@ -20,7 +20,7 @@ from fsdp2.parallel import (
     shard_sequence,
 )
 from tests.helpers.context_lm import attend
-from tests.helpers.models import error_of, wrapped
+from tests.helpers.models import error_of
 from tests.helpers.ranks import on_ranks
 
 
@@ -30,12 +30,12 @@ def test_mistakes_with_sequences(rank: int, world_size: int) -> None:
     ids = torch.zeros(2, 10)
 
     def error(batch: Any, dims: Any = 1) -> str:
-        return wrapped(error_of(ArgumentError, lambda: shard_sequence(batch, mesh, dims)))
+        return error_of(ArgumentError, lambda: shard_sequence(batch, mesh, dims))
 
     assert error({"input_ids": ids}) == (
-        "a sequence of 10 rows cannot be cut into 2 x 2 = 4 equal chunks for 2 context ranks: pad it to 12\n"
+        "a sequence of 10 rows cannot be cut into 2 x 2 = 4 equal chunks for 2 context ranks: pad it to 12"
     )
-    assert error({"a": ids}, {"b": 1}) == "sequence dims are given for ['b'], but the batch has ['a']\n"
+    assert error({"a": ids}, {"b": 1}) == "sequence dims are given for ['b'], but the batch has ['a']"
     assert "'a' [2, 10] has no dim 2" in error({"a": ids}, 2)
     assert "a sequence of 10 rows" in error_of(ArgumentError, lambda: positions(10, mesh))
 

@@ -43,7 +43,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Known:
-    """A known difference: what differs, and why.
+    """A known difference: what differs, and what each side does.
 
     From a known difference on, one process alone is the reference. `in_program` says in which programs torch is none
     from the start, `torch_raises` is a pattern of what it raises where fsdp2 and one process do not (in the programs of
@@ -53,8 +53,7 @@ class Known:
     """
 
     name: str
-    torch: str
-    fsdp2: str
+    sides: str
     in_program: Callable[[Program], bool] = lambda program: False
     torch_raises: str = ""
     raises_in: Callable[[Program], bool] = lambda program: True
@@ -123,8 +122,8 @@ def made_by(program: Program, action: Action) -> str:
 KNOWN = (
     Known(
         EVALUATED,
-        "the root stays unsharded; averages, edits, clipping, `zero_grad` and optimizers of these parameters are lost",
-        "its modules hold the shards",
+        "torch: the root stays unsharded; averages, edits, clipping, `zero_grad` and optimizers of these "
+        "parameters are lost; fsdp2: its modules hold the shards",
         at_action=lambda program, action, situation: (
             situation.unsharded and action.kind in ("average", "clip", "zero_grad", "optimizer", "late", "look")
         ),
@@ -132,32 +131,28 @@ KNOWN = (
     ),
     Known(
         "an edit of an unsharded parameter outside of forward and backward",
-        "lost at the next reshard",
-        "reaches the shards; through `.data` it is lost too (not generated)",
+        "torch: lost at the next reshard; fsdp2: reaches the shards; through `.data` it is lost too (not generated)",
         at_action=lambda program, action, situation: situation.unsharded and action.kind == "edit",
     ),
     Known(
         "a weight that is written to in forward",
-        "lost at the next reshard; gradients are wrong",
-        "an error",
+        "torch: lost at the next reshard; gradients are wrong; fsdp2: an error",
         in_program=lambda program: bool(program.kinds() & {"Masked", "MaxNorm"}),
     ),
     Known(
         KEPT + ", and a backward that reaches a unit by no output of it",
-        "gradients may be left unreduced",
-        "trains; where a unit was resharded since, as with torch an error or a segmentation fault (not generated)",
+        "torch: gradients may be left unreduced; fsdp2: trains; where a unit was resharded since, as with torch an "
+        "error or a segmentation fault (not generated)",
         at_action=lambda program, action, situation: action.kind == "backward" and ".kept" in made_by(program, action),
     ),
     Known(
         "hooks on parameters: `register_hook`, and post-accumulate hooks from before `fully_shard`",
-        "never run",
-        "see the reduced gradient, and may replace it",
+        "torch: never run; fsdp2: see the reduced gradient, and may replace it",
         in_program=lambda program: bool(program.before) or any(a.kind == "gradient hook" for a in program.actions),
     ),
     Known(
         "post-accumulate hooks of a unit that runs several times, after a backward without gradient sync",
-        "run twice, as it reduces twice",
-        "run once, on the whole gradient",
+        "torch: run twice, as it reduces twice; fsdp2: run once, on the whole gradient",
         at_action=lambda program, action, situation: (
             action.kind == "backward"
             and situation.waiting
@@ -167,62 +162,53 @@ KNOWN = (
     ),
     Known(
         "`backward(inputs=...)` and `torch.autograd.grad` with sharded parameters",
-        "no gradients",
-        "none, and the next step warns",
+        "torch: no gradients; fsdp2: none, and the next step warns",
         at_action=lambda program, action, situation: asks_by_name(action),
     ),
     Known(
         "`p.data = ...` of a sharded parameter",
-        "changes nothing",
-        "nothing, with a warning at the next forward",
+        "torch: changes nothing; fsdp2: nothing, with a warning at the next forward",
         at_action=lambda program, action, situation: action.kind == "data",
     ),
     Known(
         "`fully_shard` after the first forward",
-        "trains nothing for a step, and fails later",
-        "an error",
+        "torch: trains nothing for a step, and fails later; fsdp2: an error",
         at_action=lambda program, action, situation: action.kind == "late",
     ),
     Known(
         "`step_in_backward`",
-        "none",
-        "steps units in backward; an error where a unit runs twice in reentrant checkpoints",
+        "torch: none; fsdp2: steps units in backward; an error where a unit runs twice in reentrant checkpoints",
         in_program=lambda program: any(action.kind == "step_in_backward" for action in program.actions),
     ),
     Known(
         "0-dim parameters",
-        "rejected",
-        "replicated; one all-reduce more for the units that have some",
+        "torch: rejected; fsdp2: replicated; one all-reduce more for the units that have some",
         in_program=lambda program: "Scalar" in program.kinds(),
     ),
     Known(
         "a step while parameters are unsharded, after a forward without a backward or because resharding is off",
-        "the next forward computes with the values from before",
-        "the next forward gathers them again",
+        "torch: the next forward computes with the values from before; fsdp2: the next forward gathers them again",
         at_action=lambda program, action, situation: action.kind in ("step", "scaler") and situation.unsharded,
     ),
     Known(
         "trainable parameters of several dtypes in a unit",
-        "rejected",
-        "one reduction for each dtype",
+        "torch: rejected; fsdp2: one reduction for each dtype",
         in_program=lambda program: "TwoDtypes" in program.kinds(),
     ),
     Known(
         "custom gradient divide factor on gloo",
-        "fails (no pre-multiplied sum)",
-        "divides after the sum",
+        "torch: fails (no pre-multiplied sum); fsdp2: divides after the sum",
         torch_raises="PREMUL_SUM",
     ),
     Known(
         "custom gradient divide factor, forced sums, one rank on the shard axis",
-        "divides twice",
-        "divides once, as one process",
+        "torch: divides twice; fsdp2: divides once, as one process",
         in_program=lambda program: _has_factor(program) and _shard_size(program) == 1,
     ),
     Known(
         "custom gradient divide factor, forced sums, backwards without all-reduce",
-        "divides what the earlier backwards left by the factor of the last",
-        "divides by the factor that held when a gradient was reduced, as torch does without forced sums",
+        "torch: divides what the earlier backwards left by the factor of the last; "
+        "fsdp2: divides by the factor that held when a gradient was reduced, as torch does without forced sums",
         in_program=lambda program: (
             _has_factor(program)
             and "replicate" in program.axes
@@ -231,8 +217,7 @@ KNOWN = (
     ),
     Known(
         "HSDP gradients that wait for their all-reduce, and a backward that brings no new ones",
-        "they wait on",
-        "they are all-reduced",
+        "torch: they wait on; fsdp2: they are all-reduced",
         at_action=lambda program, action, situation: (
             situation.only_partials
             or ("autograd.grad" in action.code and situation.waiting and "replicate" in program.axes)
@@ -240,16 +225,15 @@ KNOWN = (
     ),
     Known(
         "transforms of torch.func that run a unit's backward after it was resharded",
-        "fails: the storage is gone; or dies of a segmentation fault",
-        "gathers it again",
+        "torch: fails: the storage is gone; or dies of a segmentation fault; fsdp2: gathers it again",
         torch_raises="out of bounds for storage of size 0",
         dies_in=lambda program: any("torch.func" in action.code for action in program.actions),
         forms=lambda program, action: any("torch.func" in each.code for each in program.actions),
     ),
     Known(
         TRANSFORMS,
-        "may leave gradients unreduced: a later backward adds them to its own, or `reshard` forgets them",
-        "reduces them",
+        "torch: may leave gradients unreduced: a later backward adds them to its own, or `reshard` forgets them; "
+        "fsdp2: reduces them",
         at_action=lambda program, action, situation: (
             _ran_backward_in_forward(program, action)
             or (
@@ -260,51 +244,47 @@ KNOWN = (
     ),
     Known(
         LISTS,
-        "may leave gradients unreduced, and the unit unsharded",
-        "reduces them",
+        "torch: may leave gradients unreduced, and the unit unsharded; fsdp2: reduces them",
         forms=lambda program, action: calls_part(program),
     ),
     Known(
         "transforms of torch.func that run a backward while gradients wait unreduced",
-        "fails: the reduction copies within the transform",
-        "reduces them outside of it",
+        "torch: fails: the reduction copies within the transform; fsdp2: reduces them outside of it",
         torch_raises=r"attempted to call in-place operation \(aten::copy_\)",
         raises_in=lambda program: any("torch.func" in action.code for action in program.actions),
     ),
     Known(
         "a custom backward that writes `weight.grad` in the compute dtype, under another reduce dtype",
-        "reduces it",
-        "an error: gradients wait in the reduce dtype (as torch 2.15)",
+        "torch: reduces it; fsdp2: an error: gradients wait in the reduce dtype (as torch 2.15)",
         fsdp2_raises="attempting to assign a gradient with dtype",
     ),
-    Known("stages of ZeRO", "none", "`ZeroPolicy`", in_program=lambda program: "ZeroPolicy" in program.options()),
+    Known(
+        "stages of ZeRO",
+        "torch: none; fsdp2: `ZeroPolicy`",
+        in_program=lambda program: "ZeroPolicy" in program.options(),
+    ),
     Known(
         "a backward that raises: gradients of units that were through",
-        "visible",
-        "dropped with the others by `reset_iter_state`",
+        "torch: visible; fsdp2: dropped with the others by `reset_iter_state`",
     ),
     Known(
         "`requires_grad_` on a parameter that is unsharded",
-        "the sharded parameter does not follow",
-        "it follows",
+        "torch: the sharded parameter does not follow; fsdp2: it follows",
         at_action=lambda program, action, situation: action.kind == "freeze" and situation.unsharded,
     ),
     Known(
         "dtype of the norm that `fsdp2.clip_grad_norm_` returns, with a float64 parameter",
-        "that of the gradients",
-        "float64",
+        "torch: that of the gradients; fsdp2: float64",
     ),
     Known(
         "`to` another dtype and back, after a forward",
-        "the next step fails, or computes in the other dtype",
-        "computes in the dtype of the parameters",
+        "torch: the next step fails, or computes in the other dtype; fsdp2: computes in the dtype of the parameters",
         torch_raises="Expected out tensor to have dtype",
         at_action=lambda program, action, situation: action.kind == "to" and "HalfDouble" in program.kinds(),
     ),
     Known(
         "a forward in inference mode, then training",
-        "fails, or trains nothing: unsharded parameters stay inference tensors",
-        "trains",
+        "torch: fails, or trains nothing: unsharded parameters stay inference tensors; fsdp2: trains",
         torch_raises="[Ii]nference",
         at_action=lambda program, action, situation: (
             "inference" in action.code and action is next(each for each in program.actions if each.makes is not None)
@@ -313,76 +293,68 @@ KNOWN = (
     ),
     Known(
         "`reset_iter_state` while gradients wait unreduced",
-        "keeps them: the next backward adds to them",
-        "drops them, as documented",
+        "torch: keeps them: the next backward adds to them; fsdp2: drops them, as documented",
         at_action=lambda program, action, situation: action.kind == "reset_iter_state" and situation.waiting,
     ),
     Known(
         "a forward or a backward after a backward that raised, without `reset_iter_state`",
-        "computes with what that left",
-        "an error that says what to call",
+        "torch: computes with what that left; fsdp2: an error that says what to call",
         fsdp2_raises="the last backward has not finished",
     ),
     Known(
         "a step, a clip or a `zero_grad` while gradients wait unreduced",
-        "silent",
-        "a warning that names units and setter; an error at the second step or clip, if nothing was ever reduced",
+        "torch: silent; fsdp2: a warning that names units and setter; an error at the second step or clip, if nothing "
+        "was ever reduced",
         fsdp2_raises="gradients of .* were not reduced",
     ),
     Known(
         "gradients while `set_is_last_backward(False)` holds",
-        "visible on the sharded parameters, though perhaps not complete",
-        "handed over by the last backward",
+        "torch: visible on the sharded parameters, though perhaps not complete; "
+        "fsdp2: handed over by the last backward",
     ),
     Known(
         "reentrant checkpoint around a unit that runs twice in a step",
-        "gradients differ from one process; the unit stays unsharded",
-        "gradients as in one process",
+        "torch: gradients differ from one process; the unit stays unsharded; fsdp2: gradients as in one process",
         in_program=lambda program: "reentrant=True" in program.source() and runs_twice(program),
     ),
     Known(
         "a net that calls itself",
-        "works where the outer call needs nothing more of what the inner one reshards, in forward and in backward; "
-        "else fails, or dies of a segmentation fault",
-        "the inner call leaves the parameters to the outer one",
+        "torch: works where the outer call needs nothing more of what the inner one reshards; else fails, or dies of a "
+        "segmentation fault; fsdp2: the inner call leaves the parameters to the outer one",
         in_program=lambda program: "Recursive" in program.kinds(),
     ),
     Known(
         "a backward without gradient sync that passes a unit which has never been unsharded, with a reduce dtype",
-        "fails: there is no unsharded parameter",
-        "nothing to do",
+        "torch: fails: there is no unsharded parameter; fsdp2: nothing to do",
         torch_raises="'FSDPParam' object has no attribute '_unsharded_param'",
         raises_in=lambda program: "mp_policy" in program.options(),
     ),
     Known(
         "autocast around a unit's first forward without gradients, and one with gradients",
-        "its weights get no gradient in that step",
-        "gradients as in one process",
+        "torch: its weights get no gradient in that step; fsdp2: gradients as in one process",
         at_action=lambda program, action, situation: (
             action.kind == "forward in autocast" and "Teacher" in program.kinds()
         ),
     ),
     Known(
         "an int for `reshard_after_forward`, uneven parameters: what the module holds between forward and backward",
-        "padded rows, at wrong places",
-        "the rows of this rank in the smaller group",
+        "torch: padded rows, at wrong places; fsdp2: the rows of this rank in the smaller group",
     ),
     Known(
         "HSDP gradients that wait for their all-reduce, and a backward that brings some of a unit's parameters alone",
-        "fails, or adds them to other parameters' gradients",
-        "each waits for itself",
+        "torch: fails, or adds them to other parameters' gradients; fsdp2: each waits for itself",
         torch_raises=r"The size of tensor a \(\d+\) must match the size of tensor b",
         raises_in=lambda program: any(action.kind == "set_requires_all_reduce" for action in program.actions),
     ),
     Known(
         "the infinity norm, by `torch.nn.utils.clip_grad_norm_`, where a rank has no rows of a parameter",
-        "fails on that rank, and the others hang (not generated)",
-        "`fsdp2.clip_grad_norm_` counts what is there",
+        "torch: fails on that rank, and the others hang (not generated); "
+        "fsdp2: `fsdp2.clip_grad_norm_` counts what is there",
     ),
     Known(
         "under transforms of torch.func: an int for `reshard_after_forward`, or parameters frozen or trained anew",
-        "fails: it makes parameters, or sets `requires_grad`, within the transform",
-        "does so outside of it",
+        "torch: fails: it makes parameters, or sets `requires_grad`, within the transform; "
+        "fsdp2: does so outside of it",
         torch_raises=r"attempting to call Tensor.requires_grad_\(\)",
         raises_in=lambda program: (
             "reshard_after_forward=2" in program.options() or any(a.kind == "freeze" for a in program.actions)
@@ -390,8 +362,7 @@ KNOWN = (
     ),
     Known(
         "an int for `reshard_after_forward`, and a `shard_placement_fn` that chooses another dim than 0",
-        "fails: what it keeps in the smaller group is flat, and has no such dim",
-        "works",
+        "torch: fails: what it keeps in the smaller group is flat, and has no such dim; fsdp2: works",
         torch_raises="list index out of range",
         raises_in=lambda program: (
             "reshard_after_forward=2" in program.options() and "shard_placement_fn" in program.options()
@@ -399,38 +370,34 @@ KNOWN = (
     ),
     Known(
         "`reset_iter_state` on a root that has not run yet",
-        "fails: what it resets is made by the first forward",
-        "nothing to reset",
+        "torch: fails: what it resets is made by the first forward; fsdp2: nothing to reset",
         torch_raises="'FSDPCommContext' object has no attribute",
     ),
     Known(
         "an int for `reshard_after_forward`, and `set_reshard_after_forward` before backward",
-        "fails: it has lost the smaller group",
-        "holds from the next forward on",
+        "torch: fails: it has lost the smaller group; fsdp2: holds from the next forward on",
         torch_raises="Expected mesh_info to be FSDPMeshInfo",
     ),
     Known(
         "a parameter that was frozen when its unit was first gathered, and trains later in mixed precision",
-        "fails: the dtype of its gradient was not set",
-        "trains",
+        "torch: fails: the dtype of its gradient was not set; fsdp2: trains",
         torch_raises="attempting to assign a gradient with dtype",
         raises_in=lambda program: any(a.kind == "freeze" and "(True)" in a.code for a in program.actions),
     ),
-    Known("`copy.deepcopy`", "refused", "a sharded model of its own", torch_raises="does not support deepcopy"),
+    Known(
+        "`copy.deepcopy`", "torch: refused; fsdp2: a sharded model of its own", torch_raises="does not support deepcopy"
+    ),
     Known(
         "`set_reduce_scatter_unused_params`, a unit that has never run",
-        "takes no part until it has run once",
-        "zeros, as for units that have run before",
+        "torch: takes no part until it has run once; fsdp2: zeros, as for units that have run before",
     ),
     Known(
         "after a backward that `set_is_last_backward(False)` precedes: units that it has not gone through",
-        "resharded",
-        "what is unsharded stays so for the next backward",
+        "torch: resharded; fsdp2: what is unsharded stays so for the next backward",
         forms=lambda program, action: any(a.kind == "set_is_last_backward" and not a.value for a in program.actions),
     ),
     Known(
         "the unsharded parameter's `.grad` while gradients wait unreduced, with a reduce dtype",
-        "None: kept elsewhere",
-        "the gradient that waits",
+        "torch: None: kept elsewhere; fsdp2: the gradient that waits",
     ),
 )
