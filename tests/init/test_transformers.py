@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from examples.train_lm.model import LM, LMConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from examples.train_lm.model import LM, LMConfig
 from fsdp2 import fully_shard
 from fsdp2.init import materialize
 from tests.helpers.parity_models import local, shard_like
