@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2.optim import MatrixOptimizer, matrix_optimizer
+from tests.helpers.optimizers import params_in
 from tests.helpers.parity_models import full
 from tests.helpers.tp_models import mesh_of
 
@@ -73,10 +74,6 @@ def sharded(values: Sequence[Tensor], layout: Layout | None = None) -> list[nn.P
     shape, placements = layout or ((torch.distributed.get_world_size(),), [Shard(0)])
     mesh = mesh_of(shape, ("a", "b")[: len(shape)])
     return [nn.Parameter(distribute_tensor(each.clone(), mesh, placements)) for each in values]
-
-
-def params_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def muon_pair(values: Sequence[Tensor] | None = None, **options: Any) -> tuple[torch.optim.Optimizer, MatrixOptimizer]:

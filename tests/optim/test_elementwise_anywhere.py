@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2.optim import local_optimizer, offload_optimizer
-from tests.helpers.matrix_optimizers import layouts, params_in, sharded, train, value
-from tests.helpers.optimizers import CASES, Optim
+from tests.helpers.matrix_optimizers import layouts, sharded, train, value
+from tests.helpers.optimizers import CASES, Optim, params_in
 from tests.helpers.parity_models import full
 from tests.helpers.ranks import on_ranks
 

@@ -16,13 +16,13 @@ from tests.helpers.matrix_optimizers import (
     Shampoo,
     assert_same,
     muon_pair,
-    params_in,
     set_grads,
     sharded,
     train,
     value,
     values_of,
 )
+from tests.helpers.optimizers import params_in
 from tests.helpers.ranks import on_ranks
 
 

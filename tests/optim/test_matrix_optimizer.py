@@ -22,13 +22,13 @@ from tests.helpers.matrix_optimizers import (
     assert_same,
     layouts,
     muon_pair,
-    params_in,
     set_grads,
     sharded,
     train,
     value,
     values_of,
 )
+from tests.helpers.optimizers import params_in
 from tests.helpers.parity_models import full
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import mesh_of

@@ -25,12 +25,12 @@ from tests.helpers.matrix_optimizers import (
     Shampoo,
     assert_same,
     muon_pair,
-    params_in,
     sharded,
     train,
     value,
     values_of,
 )
+from tests.helpers.optimizers import params_in
 from tests.helpers.parity_models import full
 from tests.helpers.ranks import on_ranks, run_on_ranks
 

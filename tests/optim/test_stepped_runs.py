@@ -112,19 +112,6 @@ def test_bit_for_bit(rank: int, world_size: int, case: str, hidden: int) -> None
 
 
 @on_ranks(2)
-def test_groups_of_options(rank: int, world_size: int) -> None:
-    """Decay for matrices only, as everybody has it: a unit's matrices are one tensor, and its vectors another."""
-    both = []
-    for make in (local_optimizer, lambda kind, groups, lr: kind(groups, lr=lr)):
-        model = sharded()
-        matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
-        groups = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}]
-        both.append((model, make(torch.optim.AdamW, groups, lr=1e-2)))
-    train_both(both, rank, range(3))
-    assert num_stepped(both[0][1]) <= 8
-
-
-@on_ranks(2)
 def test_parameters_without_gradients(rank: int, world_size: int) -> None:
     """Now and then one in the middle of a run has none: the run is two for that step, and its counter stays behind."""
     both = pair(torch.optim.AdamW)

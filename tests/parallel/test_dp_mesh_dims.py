@@ -98,16 +98,6 @@ LAYOUTS = {
     ),
 }
 every_layout = pytest.mark.parametrize("name", LAYOUTS)
-# On three axes torch takes seconds to plan operations for the first time: one such layout is in the protective tier.
-planned_layouts = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=[pytest.mark.exhaustive] if name in ("shard,shard,tp", "replicate,shard,shard") else []
-        )
-        for name in LAYOUTS
-    ],
-)
 some_layouts = pytest.mark.parametrize("name", ["shard,tp", "shard,shard", "replicate,shard", "replicate,tp"])
 
 
@@ -218,7 +208,7 @@ def test_unsharded_parameters(rank: int, world_size: int, name: str) -> None:
 
 
 @on_ranks(4)
-@planned_layouts
+@every_layout
 def test_numbers_of_collectives(rank: int, world_size: int, name: str) -> None:
     """Behaviour 109, 163, 164: replicate axes alone gather nothing and all-reduce once a group; so does one shard."""
     layout = LAYOUTS[name]
@@ -239,7 +229,7 @@ def test_numbers_of_collectives(rank: int, world_size: int, name: str) -> None:
 
 
 @on_ranks(4)
-@planned_layouts
+@every_layout
 def test_training(rank: int, world_size: int, name: str) -> None:
     """Behaviour 163, 164: several Adam steps as torch's FSDP2 and as one process; also with Partial gradients."""
     layout = LAYOUTS[name]
