@@ -187,7 +187,7 @@ def in_pieces(model: Any) -> None:
 FEATURES = {
     "plain": Feature(),
     "coalesced": Feature(coalesced=True),
-    "a block again": Feature(prepare=runs_again),
+    "a block again": Feature(prepare=runs_again, depth=2),
     "stays unsharded": Feature({"reshard_after_forward": False}),
     "keeps storage": Feature(
         prepare=lambda model, device: model.set_keep_unsharded_storage(True),
