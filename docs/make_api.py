@@ -1,6 +1,7 @@
 """Write docs/api.md, the index of the API reference, from the docstrings: ``python docs/make_api.py > docs/api.md``."""
 
 import inspect
+import re
 import sys
 from collections.abc import Iterable
 from types import ModuleType
@@ -10,18 +11,21 @@ from fsdp2 import checkpoint, compat, events, init, optim, parallel, plan, trace
 
 HEAD = """# API reference
 
-`make docs` builds a site, `build/site/index.html`, with the whole reference from the docstrings (shapes, dtypes, what
-is raised, who must call what in which order, examples). This page is its index, made by `docs/make_api.py`.
+The names, each with the first sentence of its docstring. `make docs` builds a site with all of it.
 """
 
 
 def table(title: str, things: Iterable[tuple[str, object]]) -> str:
-    """A Markdown table of names and the first paragraphs of their docstrings."""
-    rows = []
-    for name, thing in things:
-        summary = (inspect.getdoc(thing) or "").split("\n\n")[0]
-        rows.append(f"| `{name}` | {' '.join(summary.split())} |")
+    """A Markdown table of names and the first sentences of their docstrings."""
+    rows = [f"| `{name}` | {_first_sentence(inspect.getdoc(thing) or '')} |" for name, thing in things]
     return "\n".join([f"## {title}", "", "| name | what |", "|---|---|", *rows, ""])
+
+
+def _first_sentence(docstring: str) -> str:
+    """Without what follows a colon, a semicolon or a bracket in it."""
+    text = " ".join(docstring.split("\n\n")[0].split())
+    ends = [each.start() for each in re.finditer(r"[.:;](?=\s|:|$)|\s\(", text)]
+    return text[: next((end for end in ends if text[:end].count("`") % 2 == 0), len(text))]
 
 
 def page() -> str:
@@ -35,7 +39,7 @@ def page() -> str:
             table("Methods of a sharded module (`FSDPModule`)", methods),
             table("`fsdp2.checkpoint`", [(name, getattr(checkpoint, name)) for name in checkpoint.__all__]),
             table("`fsdp2.init`", [(name, getattr(init, name)) for name in init.__all__ if name != "Mode"]),
-            table("`fsdp2.optim`, beside the names of `fsdp2`", [(n, getattr(optim, n)) for n in _only_in(optim)]),
+            table("`fsdp2.optim`, in addition to the names of `fsdp2`", [(n, getattr(optim, n)) for n in _only_in(optim)]),
             table("`fsdp2.parallel`", [(name, getattr(parallel, name)) for name in parallel.__all__]),
             table("`fsdp2.transfer`", [(name, getattr(transfer, name)) for name in transfer.__all__]),
             table("`fsdp2.plan`", [(name, getattr(plan, name)) for name in plan.__all__ if name != "MACHINES"]),
@@ -54,7 +58,7 @@ def reference() -> dict[str, str]:
     shown = "    options:\n      inherited_members: true\n      heading: fsdp2.FSDPModule\n"
     pages["module"] = f"# Methods of a sharded module\n\n::: {_home(fsdp2, 'FSDPModule')}\n{shown}"
     pages["events"] = "# fsdp2.events\n\n::: fsdp2.events\n    options:\n      show_root_heading: false\n"
-    pages["optim"] = "# fsdp2.optim\n\nBeside the names of `fsdp2`.\n\n" + "".join(_entries(optim, _only_in(optim)))
+    pages["optim"] = "# fsdp2.optim\n\nIn addition to the names of `fsdp2`.\n\n" + "".join(_entries(optim, _only_in(optim)))
     return pages
 
 

@@ -10,17 +10,11 @@ from tests.helpers.parity_rows import ABSENT, ROWS, Row
 
 HEAD = """# FSDP2, name by name
 
-What each public name of `torch.distributed.fsdp`'s FSDP2 does, and what it does here. Each row is a claim that
-`tests/compat/test_parity_table.py` runs on two ranks, on torch's FSDP2 (2.13) and on fsdp2; the last two columns are
-what it saw. The rows are in `tests/helpers/parity_rows.py`, and `docs/make_parity.py` writes this page. `(2.15)` is a
-name that torch has from 2.15 on: it is checked here alone. Rows that differ say why; what differs beyond single names
-is in [design.md](design.md#what-differs-from-torchs-fsdp2).
-
-- *touches*: what changes. *recursion*: whether modules below change too. *order*: what depends on when it is called.
-  *interplay*: with other settings. *returns*, *errors*: the value, the built-in type of the exception.
-- Models have an inner unit and a root with parameters of its own: a pair of values is (inner unit, root).
-- All ranks call everything alike. Collective are `unshard`, `finalize_backward`, `set_symm_mem_for_comm`, and
-  `set_separate_reduce_scatter_group` at its first call; `reshard` and the other setters communicate nothing.
+What each public name of torch's FSDP2 does, and what it does here. Each claim runs on two ranks, on torch's FSDP2 (2.13) and on fsdp2
+(`tests/compat/test_parity_table.py`); what was seen follows it. `docs/make_parity.py` writes this page. `(2.15)` marks names
+that torch has from 2.15 on, which are checked here alone. A pair of values is (inner unit, root). What users meet beyond
+single names is in [migration](migration.md#what-differs). Collective are `unshard`, `finalize_backward`,
+`set_symm_mem_for_comm`, and `set_separate_reduce_scatter_group` at its first call.
 """
 
 
@@ -39,21 +33,31 @@ def shown(value: Any, aspect: str) -> str:
     return f"`{value}`"
 
 
-def line(row: Row, name: str) -> str:
-    """A line of the table; `name` is empty where it is that of the line before."""
-    ours = shown(row.expected, row.aspect)
-    cells = (name, row.aspect, row.claim, shown(row.torch, row.aspect), f"**{ours}**: {row.why}" if row.why else ours)
-    return "| " + " | ".join(cells) + " |"
+def names_of(row: Row) -> str:
+    """The names as code."""
+    return ", ".join(f"`{name.removeprefix('FSDPModule.')}`" for name in row.name.split(", "))
+
+
+def claim_of(row: Row) -> str:
+    """A claim that holds in both, with what was seen; "yes" alone goes without saying."""
+    value = shown(row.expected, row.aspect)
+    claim = ("returns " if row.aspect == "returns" else "") + row.claim + (f" {ABSENT}" if row.torch == ABSENT else "")
+    return claim if value == "yes" else f"{claim}: {value or 'none'}"
 
 
 def page() -> str:
     """The whole page."""
-    lines = [HEAD, "| name | aspect | claim | torch | fsdp2 |", "|---|---|---|---|---|"]
-    before = ""
+    lines = [HEAD, "## Differences", "", "| name | claim | torch | fsdp2 |", "|---|---|---|---|"]
     for row in ROWS:
-        names = ", ".join(f"`{name}`" for name in row.name.split(", "))
-        lines.append(line(row, "" if names == before else names))
-        before = names
+        if row.why:
+            cells = (names_of(row), row.claim, shown(row.torch, row.aspect), shown(row.expected, row.aspect))
+            lines.append(f"| {' | '.join(cells)}: {row.why} |")
+    lines += ["", "## The same in both", "", "| name | claims |", "|---|---|"]
+    claims: dict[str, list[str]] = {}
+    for row in ROWS:
+        if not row.why:
+            claims.setdefault(names_of(row), []).append(claim_of(row))
+    lines += [f"| {name} | {'; '.join(each)} |" for name, each in claims.items()]
     return "\n".join(lines) + "\n"
 
 

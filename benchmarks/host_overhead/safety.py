@@ -1,6 +1,6 @@
 """What does `safety` cost the host? Two ranks on gloo, the same steps with it off, on, and within `agree_on_step`.
 
-python benchmarks/host_overhead/safety.py                       # what docs/safety.md says
+python benchmarks/host_overhead/safety.py                       # what docs/launching.md says
 python benchmarks/host_overhead/safety.py --rounds 100 --out x.json
 
 The variants take turns, in an order drawn anew each round; a round is some steps of each. Processor time, because a

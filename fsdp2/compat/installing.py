@@ -3,7 +3,7 @@
 fsdp2 imports nothing private below `torch.distributed.fsdp`, because its implementation must not depend on torch's.
 Replacing a name is different: it must be replaced wherever it is read, also in private modules of torch. So this module
 goes through `sys.modules`. No private name is replaced: what clients access through a private path either works with
-torch's own objects, or is an attribute of our objects (`docs/compat.md` lists all).
+torch's own objects, or is an attribute of our objects.
 """
 
 import sys

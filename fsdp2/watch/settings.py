@@ -26,7 +26,7 @@ def safety(is_on: bool = True, *, stall_after_s: float = 3.0, answer_within_s: f
     """Configure the detection of ranks that run units in different orders, and of waits that cannot end.
 
     Call it on all ranks with the same arguments, before the first forward. Without a call the defaults apply. See
-    docs/safety.md for what is detected, and after how many seconds.
+    docs/launching.md for what is detected, and after how many seconds.
 
     Args:
         is_on: False switches everything off except the trail of exchanges and the tags on gloo's messages, which cost

@@ -296,8 +296,8 @@ def test_environment(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_line_in_a_pth_file(tmp_path: Path) -> None:
-    """The line that docs/compat.md gives for site-packages."""
-    page = (ROOT / "docs" / "compat.md").read_text()
+    """The line that docs/migration.md gives for site-packages."""
+    page = (ROOT / "docs" / "migration.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith("import os; os.environ"))
     (tmp_path / "fsdp2_compat.pth").write_text(line + "\n")
     code = f"import site; site.addsitedir({str(tmp_path)!r}); {WHOSE}"

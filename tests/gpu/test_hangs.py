@@ -25,7 +25,7 @@ def test_seconds(fault: Fault, tmp_path: Path) -> None:
 
 def test_another_number_of_microbatches(tmp_path: Path) -> None:
     """The rank that ran what it knows reduces the norm with what is gathered for the other one's next microbatch: NCCL
-    compares nothing. It may make this one step, and gets the error then (docs/safety.md)."""
+    compares nothing. It may make this one step, and gets the error then (docs/launching.md)."""
     fault = next(each for each in FAULTS if each.what == "micro")
     none = replace(NONE["fsdp"], device="cuda")
     found = run([none, fault], tmp_path, nccl.__name__)

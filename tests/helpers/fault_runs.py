@@ -1,5 +1,5 @@
 """Runs of faults, and what must come of them: an error with a name on every rank that lives, within seconds, and no
-parameter stepped with anything wrong (docs/safety.md). Real processes, which are forked for one fault each."""
+parameter stepped with anything wrong (docs/launching.md). Real processes, which are forked for one fault each."""
 
 from __future__ import annotations
 

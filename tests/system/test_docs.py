@@ -266,17 +266,17 @@ def test_the_reference_is_what_docstrings_say() -> None:
 
 
 def test_versions_of_clients() -> None:
-    """docs/compat.md names the versions that `make test-clients` installs, in its table."""
+    """docs/migration.md names the versions that `make test-clients` installs, in its table."""
     pins = dict(
         line.lower().split("==") for line in (ROOT / "constraints-clients.txt").read_text().split() if "==" in line
     )
-    text = (ROOT / "docs" / "compat.md").read_text()
+    text = (ROOT / "docs" / "migration.md").read_text()
     rows = dict(re.findall(r"^\| ([\w.-]+) \| (?:torch )?(\d[\d.]*)", text, re.MULTILINE))
     clients = {"torchtitan", "accelerate", "transformers", "trl", "lightning", "torchtune", "peft", "torchao"}
     assert clients <= {name.lower() for name in rows}
     named = [(name.lower(), version) for name, version in rows.items()]
     wrong = [(name, version) for name, version in named if name in pins and pins[name] != version]
-    assert not wrong, f"docs/compat.md names {wrong}; constraints-clients.txt has {[pins[name] for name, _ in wrong]}"
+    assert not wrong, f"docs/migration.md names {wrong}; constraints-clients.txt has {[pins[name] for name, _ in wrong]}"
 
 
 def test_what_the_picture_of_the_design_names_exists() -> None:

@@ -1,5 +1,5 @@
 """Ranks that differ are an error with a name, within seconds, and no parameter is stepped with what they made of it
-(docs/safety.md). Real processes, which are forked for one case each and may be killed."""
+(docs/launching.md). Real processes, which are forked for one case each and may be killed."""
 
 from __future__ import annotations
 

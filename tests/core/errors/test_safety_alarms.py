@@ -1,5 +1,5 @@
 """What is no fault: a rank that does something else for many times a step. Training goes on, and gives what it gives
-without (docs/safety.md). Real processes, because a false alarm would break their process groups."""
+without (docs/launching.md). Real processes, because a false alarm would break their process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of costs in docs/zero.md, evaluated and run."""
+"""The table of costs in docs/parallel.md, evaluated and run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.helpers.migration_cases import (
 from tests.helpers.ranks import on_ranks
 from tests.helpers.source_tree import ROOT
 
-# --- docs/zero.md -----------------------------------------------------------------------------------------------------
+# --- docs/parallel.md -----------------------------------------------------------------------------------------------------
 
-COSTS = next(rows for _, header, rows in tables(ROOT / "docs" / "zero.md") if header[0] == "policy")
+COSTS = next(rows for _, header, rows in tables(ROOT / "docs" / "parallel.md") if header[0] == "policy")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -47,7 +47,7 @@ class Lora(nn.Module):
 
 @on_ranks(4)
 def test_costs_of_zero(rank: int, world_size: int) -> None:
-    """docs/zero.md: collectives by number of ranks, and bytes received, of each row's policy, for W = 4, S = R = 2,
+    """docs/parallel.md: collectives by number of ranks, and bytes received, of each row's policy, for W = 4, S = R = 2,
     N = 3 and M = 5; the second step as the first."""
     for policy_text, *collectives, nbytes_text in COSTS:
         known: dict[str, Any] = {"N": LAYERS, "M": MICROBATCHES, "W": world_size, "S": 2, "R": world_size // 2}
@@ -82,7 +82,7 @@ def received(log: list[events.Event]) -> float:
 @on_ranks(2)
 @pytest.mark.parametrize(("stage", "params", "grads"), [(0, 1, 1), (1, 1, 1), (2, 1, 0), (3, 0, 0)])
 def test_memory_of_zero(rank: int, world_size: int, stage: int, params: int, grads: int) -> None:
-    """docs/zero.md: what is whole between the backwards of a step, and after its last, in parts of all parameters."""
+    """docs/parallel.md: what is whole between the backwards of a step, and after its last, in parts of all parameters."""
     model = shard(zero=ZeroPolicy(stage))
     whole: list[Tensor] = []
     hooks = [layer.register_forward_pre_hook(lambda module, args: whole.append(module.weight)) for layer in model]
