@@ -39,7 +39,7 @@ def page() -> str:
             table("Methods of a sharded module (`FSDPModule`)", methods),
             table("`fsdp2.checkpoint`", [(name, getattr(checkpoint, name)) for name in checkpoint.__all__]),
             table("`fsdp2.init`", [(name, getattr(init, name)) for name in init.__all__ if name != "Mode"]),
-            table("`fsdp2.optim`, in addition to the names of `fsdp2`", [(n, getattr(optim, n)) for n in _only_in(optim)]),
+            table("Only in `fsdp2.optim`", [(n, getattr(optim, n)) for n in _only_in(optim)]),
             table("`fsdp2.parallel`", [(name, getattr(parallel, name)) for name in parallel.__all__]),
             table("`fsdp2.transfer`", [(name, getattr(transfer, name)) for name in transfer.__all__]),
             table("`fsdp2.plan`", [(name, getattr(plan, name)) for name in plan.__all__ if name != "MACHINES"]),
@@ -58,7 +58,7 @@ def reference() -> dict[str, str]:
     shown = "    options:\n      inherited_members: true\n      heading: fsdp2.FSDPModule\n"
     pages["module"] = f"# Methods of a sharded module\n\n::: {_home(fsdp2, 'FSDPModule')}\n{shown}"
     pages["events"] = "# fsdp2.events\n\n::: fsdp2.events\n    options:\n      show_root_heading: false\n"
-    pages["optim"] = "# fsdp2.optim\n\nIn addition to the names of `fsdp2`.\n\n" + "".join(_entries(optim, _only_in(optim)))
+    pages["optim"] = "# fsdp2.optim\n\nThe names that only it has.\n\n" + "".join(_entries(optim, _only_in(optim)))
     return pages
 
 

@@ -276,7 +276,7 @@ def test_versions_of_clients() -> None:
     assert clients <= {name.lower() for name in rows}
     named = [(name.lower(), version) for name, version in rows.items()]
     wrong = [(name, version) for name, version in named if name in pins and pins[name] != version]
-    assert not wrong, f"docs/migration.md names {wrong}; constraints-clients.txt has {[pins[name] for name, _ in wrong]}"
+    assert not wrong, f"migration.md names {wrong}; constraints-clients.txt has {[pins[name] for name, _ in wrong]}"
 
 
 def test_what_the_picture_of_the_design_names_exists() -> None:

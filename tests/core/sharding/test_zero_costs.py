@@ -26,7 +26,7 @@ from tests.helpers.migration_cases import (
 from tests.helpers.ranks import on_ranks
 from tests.helpers.source_tree import ROOT
 
-# --- docs/parallel.md -----------------------------------------------------------------------------------------------------
+# --- docs/parallel.md -------------------------------------------------------------------------------------------------
 
 COSTS = next(rows for _, header, rows in tables(ROOT / "docs" / "parallel.md") if header[0] == "policy")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -82,7 +82,7 @@ def received(log: list[events.Event]) -> float:
 @on_ranks(2)
 @pytest.mark.parametrize(("stage", "params", "grads"), [(0, 1, 1), (1, 1, 1), (2, 1, 0), (3, 0, 0)])
 def test_memory_of_zero(rank: int, world_size: int, stage: int, params: int, grads: int) -> None:
-    """docs/parallel.md: what is whole between the backwards of a step, and after its last, in parts of all parameters."""
+    """What is whole between the backwards of a step, and after its last, in parts of all parameters."""
     model = shard(zero=ZeroPolicy(stage))
     whole: list[Tensor] = []
     hooks = [layer.register_forward_pre_hook(lambda module, args: whole.append(module.weight)) for layer in model]
