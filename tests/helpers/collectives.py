@@ -12,6 +12,12 @@ import torch.distributed as dist
 from fsdp2.comm.base import Collective, Comm, Operand, Tensors, What
 
 
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 class Scatter(NamedTuple):
     """One operand of a reduce-scatter."""
 

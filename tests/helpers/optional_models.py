@@ -124,6 +124,25 @@ def assert_equal_gradients(plain: nn.Module, model: nn.Module, exact: bool = Tru
             assert_close(got, expected, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def check(
+    plain: nn.Module,
+    model: nn.Module,
+    rank: int,
+    world_size: int,
+    step: Step,
+    averages: str = "all",
+    exact: bool = True,
+) -> list[events.Event]:
+    """The step gives the gradients of one process; what happened in it."""
+    plain.zero_grad()
+    model.zero_grad()
+    gradients(plain, world_size, step, averages)
+    with events.record() as log:
+        step(model, rank)
+    assert_equal_gradients(plain, model, exact)
+    return log
+
+
 def forward_and_backward(step: int, with_images: Sequence[int]) -> Step:
     def run(model: Any, rank: int) -> None:
         model(*inputs(step, rank, with_images)).backward()

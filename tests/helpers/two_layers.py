@@ -31,6 +31,19 @@ def backward_of(model: nn.Module, value: torch.Tensor = X) -> None:
     model(value).square().mean().backward()
 
 
+def train(model: nn.Module, x: torch.Tensor = X, steps: int = 3, evaluates: bool = False, make: Any = None) -> None:
+    """Steps, of which each may evaluate between backward and step; and one more backward."""
+    optimizer = make(model.parameters()) if make else torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        backward_of(model, x)
+        if evaluates:
+            with torch.no_grad():
+                model(x)
+        optimizer.step()
+        optimizer.zero_grad()
+    backward_of(model, x)
+
+
 def zero_shards(model: nn.Module) -> None:
     with torch.no_grad():
         for param in model.parameters():
