@@ -1,4 +1,4 @@
-"""Every kind of activation checkpointing and offloading, on sharded blocks (Behaviour 58, 118, 175)."""
+"""Every kind of activation checkpointing and offloading, on sharded blocks (Behaviour 58, 175)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    checkpoint_sequential,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 import fsdp2
 from fsdp2 import events
@@ -31,37 +25,21 @@ from tests.helpers.parity_models import Block, Race, Stack, batch, count, one_ba
 from tests.helpers.ranks import on_ranks
 
 Run = Callable[[nn.Module, Tensor], Tensor]
-MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 # `weight.t()`: what is cached then shares the parameters' storage, which is given back and filled again.
-VIEWS = [*MATMULS, torch.ops.aten.t.default]
-
-
-def alternate(_context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
+VIEWS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.t.default]
 
 
 def selective(policy: Any) -> Run:
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    return partial(checkpointed, context_fn=contexts)
+    return partial(checkpointed, context_fn=partial(create_selective_checkpoint_contexts, policy))
 
 
 def checkpointed(block: nn.Module, x: Tensor, use_reentrant: bool = False, **options: Any) -> Tensor:
     return checkpoint(block, x, use_reentrant=use_reentrant, **options)
 
 
-def without_early_stop(block: nn.Module, x: Tensor) -> Tensor:
-    with set_checkpoint_early_stop(False):
-        return checkpointed(block, x)
-
-
 def on_cpu(block: nn.Module, x: Tensor) -> Tensor:
     with save_on_cpu():
         return block(x)
-
-
-def checkpointed_on_cpu(block: nn.Module, x: Tensor) -> Tensor:
-    with save_on_cpu():
-        return checkpointed(block, x)
 
 
 def packed(block: nn.Module, x: Tensor) -> Tensor:
@@ -78,12 +56,8 @@ def packed_as_it_is(block: nn.Module, x: Tensor) -> Tensor:
 RUNS: dict[str, Run] = {
     "reentrant": partial(checkpointed, use_reentrant=True),
     "non_reentrant": checkpointed,
-    "without_early_stop": without_early_stop,
-    "selective_ops": selective(MATMULS),
-    "selective_policy": selective(alternate),
-    "selective_views": selective(VIEWS),
+    "selective": selective(VIEWS),
     "save_on_cpu": on_cpu,
-    "checkpoint_in_save_on_cpu": checkpointed_on_cpu,
     "saved_tensors_hooks": packed,
     "saved_tensors_hooks_identity": packed_as_it_is,
 }
@@ -114,15 +88,8 @@ def seeded(model: nn.Module, step: int, rank: int) -> Tensor:
 @pytest.mark.parametrize("kind", RUNS)
 def test_functions(rank: int, world_size: int, kind: str, raf: bool) -> None:
     """Behaviour 175: each function that saves less, or elsewhere, trains as torch's FSDP2 and one process do."""
-    race = Race(
-        rank,
-        world_size,
-        lambda: Kinds(RUNS[kind]),
-        lambda api, model: shard_blocks(api, model, reshard_after_forward=raf),
-        backward=seeded,
-        exact=True,
-    )
-    race.run(2)
+    shard = partial(shard_blocks, reshard_after_forward=raf)
+    Race(rank, world_size, lambda: Kinds(RUNS[kind]), shard, backward=seeded, exact=True).run(2)
 
 
 @on_ranks(2)
@@ -137,51 +104,30 @@ def test_function_gathers(rank: int, world_size: int, kind: str) -> None:
         assert count(log, "all_gather", "reduce_scatter") == {"all_gather": gathers, "reduce_scatter": 4}
 
 
-def wrap_blocks(kind: str) -> Stack:
+def wrapped(kind: str) -> Stack:
     """A `Stack` whose blocks are wrapped, or hooked, before they are sharded."""
     model: Any = Stack()
-    contexts = partial(create_selective_checkpoint_contexts, MATMULS)
     if kind == "apply_activation_checkpointing":
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
-        return model
     for i, block in enumerate(model.blocks):
-        match kind:
-            case "wrapper":
-                model.blocks[i] = checkpoint_wrapper(block)
-            case "reentrant_wrapper":
-                model.blocks[i] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.REENTRANT)
-            case "selective_wrapper":
-                model.blocks[i] = checkpoint_wrapper(block, context_fn=contexts)
-            case "offload_wrapper":
-                model.blocks[i] = offload_wrapper(block)
-            case "composable":
-                composable_checkpoint(block)
+        if kind == "reentrant_wrapper":
+            model.blocks[i] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.REENTRANT)
+        elif kind == "offload_wrapper":
+            model.blocks[i] = offload_wrapper(block)
+        elif kind == "composable":
+            composable_checkpoint(block)
     return model
-
-
-WRAPPERS = [
-    "wrapper",
-    "reentrant_wrapper",
-    "selective_wrapper",
-    "offload_wrapper",
-    "composable",
-    "apply_activation_checkpointing",
-]
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [True, False])
-@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize(
+    "kind", ["reentrant_wrapper", "offload_wrapper", "composable", "apply_activation_checkpointing"]
+)
 def test_wrappers(rank: int, world_size: int, kind: str, raf: bool) -> None:
     """Behaviour 175: each wrapper, and the composable form, trains as torch's FSDP2 and one process do, bit by bit."""
-    race = Race(
-        rank,
-        world_size,
-        lambda: wrap_blocks(kind),
-        lambda api, model: shard_blocks(api, model, reshard_after_forward=raf),
-        exact=True,
-    )
-    race.run(2)
+    shard = partial(shard_blocks, reshard_after_forward=raf)
+    Race(rank, world_size, lambda: wrapped(kind), shard, exact=True).run(2)
 
 
 class Around(Stack):
@@ -210,10 +156,4 @@ class Around(Stack):
 @pytest.mark.parametrize("how", ["segments", "reentrant", "non_reentrant", "nested"])
 def test_around_several_units(rank: int, world_size: int, how: str, raf: bool) -> None:
     """Behaviour 58: a checkpoint around sharded blocks runs all their forwards again within backward."""
-    race = Race(
-        rank,
-        world_size,
-        lambda: Around(how),
-        lambda api, model: shard_blocks(api, model, reshard_after_forward=raf),
-    )
-    race.run(2)
+    Race(rank, world_size, lambda: Around(how), partial(shard_blocks, reshard_after_forward=raf)).run(2)

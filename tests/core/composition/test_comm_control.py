@@ -1,8 +1,5 @@
-"""What users may change in the communication (tests/behaviour.md, section P): collectives of their own, the all-reduce
-hook, buffers, process groups, shared streams. How much is communicated by default: `test_comm_counts.py`.
-
-`FSDP_API=torch` runs this file on torch's own FSDP2, which shows that what is expected here is what users know.
-"""
+"""What users may change in the communication (tests/behaviour.md, section P): collectives of their own, buffers,
+process groups, shared streams; and how much is communicated by default."""
 
 from __future__ import annotations
 
@@ -13,63 +10,53 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from tests.helpers.either_api import ON_TORCH, api, sharded, train
-from tests.helpers.models import linears, reference_grads, run_step
+from fsdp2 import events
+from tests.helpers.models import check_step, linears, run_step
 from tests.helpers.mortal_ranks import Case, run_cases
+from tests.helpers.one_process import check, in_units
 from tests.helpers.parity_models import (
     Layers,
     Stack,
     assert_gradients,
     batch,
+    count,
     full,
     mean_gradients,
     mesh_2d,
+    shard_blocks,
 )
 from tests.helpers.ranks import on_ranks
 
 
 class Allocates:
-    """The half of a collective that makes its buffers, and what the tests look at.
+    """The half of a collective, as users write it for torch's FSDP2, that makes its buffers; and what tests look at."""
 
-    Attributes:
-        allocated: every tensor that `allocate` returned.
-        calls: the tensors, the group and the op of every call.
-    """
-
-    def __init__(self, log: list[Any] | None = None) -> None:
+    def __init__(self) -> None:
         self.allocated: list[Tensor] = []
         self.calls: list[dict[str, Any]] = []
-        self.log: list[Any] = [] if log is None else log
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        assert device == torch.device("cpu")
         buffer = torch.empty(*size, dtype=dtype, device=device)
         assert buffer.ndim == 1, f"size must be that of a flat tensor, got {size}"
         self.allocated.append(buffer)
         return buffer
 
-    def note(self, output: Tensor, source: Tensor, group: dist.ProcessGroup, op: Any = None) -> None:
-        self.calls.append({"output": output, "source": source, "group": group, "op": op})
-        self.log.append(self)
-
 
 class ListGather(Allocates):
     """An all-gather by `dist.all_gather`. `asynchronous`: returns its work when asked for an asynchronous one."""
 
-    def __init__(self, asynchronous: bool = False, log: list[Any] | None = None) -> None:
-        super().__init__(log)
+    def __init__(self, asynchronous: bool = False) -> None:
+        super().__init__()
         self.asynchronous = asynchronous
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        assert isinstance(async_op, bool)
-        self.note(output_tensor, input_tensor, group)
+        self.calls.append({"output": output_tensor, "source": input_tensor, "group": group})
         async_op = async_op and self.asynchronous
         return dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group=group, async_op=async_op)
 
@@ -80,7 +67,7 @@ class SumAndCut(Allocates):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        self.note(output_tensor, input_tensor, group, op)
+        self.calls.append({"output": output_tensor, "source": input_tensor, "group": group, "op": op})
         total = input_tensor / group.size() if op == dist.ReduceOp.AVG else input_tensor.clone()
         work = dist.all_reduce(total, group=group, async_op=False)
         output_tensor.copy_(total.chunk(group.size())[group.rank()])
@@ -105,18 +92,17 @@ class Reused(ListGather):
 def test_custom_all_gather(rank: int, world_size: int, asynchronous: bool, dim: int) -> None:
     """Behaviour 134: on this unit alone, with its buffer, in place: the input is this rank's part of the output."""
     plain = Layers(2, dim)
-    model = sharded(plain, reshard_after_forward=True)
+    model = in_units(plain, reshard_after_forward=True)
     gather = ListGather(asynchronous)
     model.layers[0].set_custom_all_gather(gather)
-    train(model, plain, rank, world_size, dim)
+    for step in range(2):
+        check_step(model, plain, rank, world_size, step, dim)
     assert len(gather.calls) == len(gather.allocated) == 4, "forward and backward of two steps"
     shard_numel = -(-dim // world_size) * dim
     for call, buffer in zip(gather.calls, gather.allocated, strict=True):
         assert call["output"].data_ptr() == buffer.data_ptr()
-        assert call["output"].shape == (world_size * shard_numel,)
-        assert call["source"].shape == (shard_numel,)
+        assert call["output"].shape == (world_size * shard_numel,) and call["source"].shape == (shard_numel,)
         assert call["source"].data_ptr() == buffer.data_ptr() + rank * shard_numel * buffer.itemsize
-        assert buffer.dtype == torch.float32
         assert dist.get_process_group_ranks(call["group"]) == list(range(world_size))
 
 
@@ -125,65 +111,45 @@ def test_custom_all_gather(rank: int, world_size: int, asynchronous: bool, dim: 
 def test_custom_reduce_scatter(rank: int, world_size: int, dim: int) -> None:
     """Behaviour 135: two buffers, for the unit's whole input first, then for this rank's part of the result."""
     plain = Layers(2, dim)
-    model = sharded(plain)
+    model = in_units(plain)
     reduce = SumAndCut()
     model.layers[0].set_custom_reduce_scatter(reduce)
-    train(model, plain, rank, world_size, dim)
+    for step in range(2):
+        check_step(model, plain, rank, world_size, step, dim)
     shard_numel = -(-dim // world_size) * dim
     assert [buffer.numel() for buffer in reduce.allocated] == [world_size * shard_numel, shard_numel] * 2
-    assert len(reduce.calls) == 2
     for call, source, output in zip(reduce.calls, reduce.allocated[::2], reduce.allocated[1::2], strict=True):
         assert call["source"].data_ptr() == source.data_ptr() and call["source"].shape == source.shape
         assert call["output"].data_ptr() == output.data_ptr() and call["output"].shape == output.shape
-        assert call["op"] in (dist.ReduceOp.AVG, dist.ReduceOp.SUM)
 
 
 @on_ranks(2, 4)
 def test_reused_buffer(rank: int, world_size: int) -> None:
-    """Behaviour 134: a collective may hand out the same buffer each time: nothing of a gather lives in it when the next
-    one of this unit starts."""
+    """Behaviour 134: a collective may hand out one buffer: nothing of a gather lives there when the next one starts."""
     plain = Layers(3, 5)
-    model = sharded(plain, reshard_after_forward=True)
+    model = in_units(plain, reshard_after_forward=True)
     for module in (model, *model.layers):
         module.set_custom_all_gather(Reused())
-    train(model, plain, rank, world_size, 5, steps=3)
-
-
-@on_ranks(4)
-def test_custom_collectives_with_hsdp(rank: int, world_size: int) -> None:
-    """Behaviour 106, 134, 135: over the shard axis; the all-reduce over the replicate axis stays."""
-    plain = Layers(2)
-    mesh = mesh_2d(2, 2)
-    model = sharded(plain, mesh=mesh)
-    gather, reduce = ListGather(), SumAndCut()
-    model.layers[0].set_custom_all_gather(gather)
-    model.layers[0].set_custom_reduce_scatter(reduce)
-    train(model, plain, rank, world_size, 4)
-    pair = [rank // 2 * 2, rank // 2 * 2 + 1]
-    for call in gather.calls + reduce.calls:
-        assert dist.get_process_group_ranks(call["group"]) == pair
+    for step in range(3):
+        check_step(model, plain, rank, world_size, step, 5)
 
 
 @on_ranks(2)
-@pytest.mark.skipif(ON_TORCH, reason="torch quietly uses plain buffers")
 def test_process_group_buffers_on_gloo(rank: int, world_size: int) -> None:
-    """gloo has no allocator of its own: a warning says so, and nothing has changed. Programs that were written for
-    torch, where it quietly has no effect, died of our error."""
+    """gloo has no allocator of its own: a warning says so. Programs for torch, where it has no effect, had an error."""
     plain = Layers(2)
-    model = sharded(plain)
+    model = in_units(plain)
     with pytest.warns(UserWarning, match="no effect: .*gloo"):
         model.layers[0].set_allocate_memory_from_process_group_for_comm(True)
     with pytest.raises(NotImplementedError, match="NCCL"):
         model.layers[0].set_symm_mem_for_comm()
     model.layers[0].set_allocate_memory_from_process_group_for_comm(False)
-    train(model, plain, rank, world_size, 4)
+    check(model, plain, rank, world_size)
 
 
 @on_ranks(4)
-@pytest.mark.skipif(ON_TORCH, reason="torch's ShardPlacementResult is private and takes no mesh")
-@pytest.mark.parametrize("setter", ["set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"])
-def test_unit_with_several_groups(rank: int, world_size: int, setter: str) -> None:
-    """Behaviour 136, 137: it would not be clear which group is meant."""
+def test_unit_with_several_groups(rank: int, world_size: int) -> None:
+    """Behaviour 136, 137: it would not be clear which group is meant; a hook may ask for the mesh of each."""
     pair, everyone = mesh_2d(2, 2)["shard"], mesh_2d(1, 4)["shard"]
     model: Any = linears(2)
     experts = set(model[1].parameters())
@@ -192,18 +158,16 @@ def test_unit_with_several_groups(rank: int, world_size: int, setter: str) -> No
         mesh=everyone,
         shard_placement_fn=lambda p: fsdp2.ShardPlacementResult(Shard(0), pair if p in experts else everyone),
     )
-    value: Any = {
-        "set_custom_all_gather": ListGather(),
-        "set_custom_reduce_scatter": SumAndCut(),
-        "set_all_reduce_hook": lambda flat: None,
-    }
-    with pytest.raises(ValueError, match=setter):
-        getattr(model, setter)(value[setter])
-    if setter == "set_all_reduce_hook":  # which is told the mesh of each group
-        seen: list[tuple[int, int]] = []
-        model.set_all_reduce_hook(lambda flat, mesh: seen.append((mesh.size(), flat.numel())))
-        run_step(model, rank)
-        assert sorted(seen) == [(2, 10), (4, 5)]
+    with pytest.raises(ValueError, match="set_custom_all_gather"):
+        model.set_custom_all_gather(ListGather())
+    with pytest.raises(ValueError, match="set_custom_reduce_scatter"):
+        model.set_custom_reduce_scatter(SumAndCut())
+    with pytest.raises(ValueError, match="set_all_reduce_hook"):
+        model.set_all_reduce_hook(lambda flat: None)
+    seen: list[tuple[int, int]] = []
+    model.set_all_reduce_hook(lambda flat, mesh: seen.append((mesh.size(), flat.numel())))
+    run_step(model, rank)
+    assert sorted(seen) == [(2, 10), (4, 5)]
 
 
 # --- buffers, groups, streams -----------------------------------------------------------------------------------------
@@ -215,43 +179,37 @@ def groups_used(model: Any, rank: int) -> tuple[list[Any], list[Any]]:
     for layer, gather, reduce in zip(model.layers, gathers, reduces, strict=True):
         layer.set_custom_all_gather(gather)
         layer.set_custom_reduce_scatter(reduce)
-    model.zero_grad()
     run_step(model, rank)
     return [each.calls[0]["group"] for each in gathers], [each.calls[0]["group"] for each in reduces]
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 def test_separate_reduce_scatter_group(rank: int, world_size: int, hsdp: bool) -> None:
-    """Behaviour 140: one more group over the same ranks, for all units; asking again makes no other; False goes
-    back."""
-    if hsdp and world_size == 2:
-        return
+    """Behaviour 106, 140: one group more over the same ranks, the same when asked again; False goes back."""
     plain = Layers(2)
-    model = sharded(plain, mesh=mesh_2d(2, 2) if hsdp else None)
+    model = in_units(plain, mesh=mesh_2d(2, 2) if hsdp else None)
     (gather, _), (reduce, _) = groups_used(model, rank)
     assert reduce is gather
     model.set_separate_reduce_scatter_group(True)
-    gathers, reduces = groups_used(model, rank)
-    assert gathers == [gather] * 2
-    separate = reduces[0]
-    assert reduces == [separate] * 2 and separate != gather
-    assert dist.get_process_group_ranks(separate) == dist.get_process_group_ranks(gather)
-    assert_gradients(model, reference_grads(plain, world_size))
+    gathers, (separate, other) = groups_used(model, rank)
+    assert gathers == [gather] * 2 and other is separate and separate != gather
+    ranks = dist.get_process_group_ranks(separate)
+    assert ranks == dist.get_process_group_ranks(gather) and len(ranks) == (2 if hsdp else 4)
+    check(model, plain, rank, world_size)
     model.set_separate_reduce_scatter_group()
     assert groups_used(model, rank)[1] == [separate] * 2
     model.set_separate_reduce_scatter_group(False)
     assert groups_used(model, rank) == ([gather] * 2, [gather] * 2)
-    assert_gradients(model, reference_grads(plain, world_size))
+    check(model, plain, rank, world_size)
 
 
 def pipeline(parts: Any, which: int, flagged: bool) -> None:
-    """Two microbatches through two chunks, the backwards cut between the chunks. `flagged`: only the last of all is
-    the last backward."""
+    """Two microbatches through two chunks. `flagged`: only the last of all backwards is the last."""
     hidden = [parts[0](batch(step, which, 4)) for step in range(2)]
     cut = [each.detach().requires_grad_() for each in hidden]
     losses = [parts[1](leaf).square().mean() for leaf in cut]
-    flagged = flagged and isinstance(parts[0], api.FSDPModule)
+    flagged = flagged and isinstance(parts[0], fsdp2.FSDPModule)
     for step in range(2):
         for part in parts if flagged else ():
             part.set_is_last_backward(False)
@@ -265,21 +223,16 @@ def pipeline(parts: Any, which: int, flagged: bool) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("flagged", [True, False], ids=["one_last_backward", "all_last_backwards"])
 def test_share_comm_ctx(rank: int, world_size: int, when: str, flagged: bool) -> None:
-    """Behaviour 141: several roots, one set of streams, set up before or after the first forward: the chunks of a
-    pipeline, whose forwards and backwards interleave, get the gradients of one process.
-
-    Without the flags torch 2.13 fails: the end of one root's backward forgets the other's order of forwards."""
-    if ON_TORCH and not flagged:
-        pytest.skip("IndexError in torch 2.13")
+    """Behaviour 141: chunks of a pipeline whose forwards and backwards interleave. (Without flags torch fails.)"""
     plain = nn.ModuleList([linears(2), linears(2)])
     chunks: list[Any] = [copy.deepcopy(each) for each in plain]
     for chunk in chunks:
-        api.fully_shard(chunk[0])
-        api.fully_shard(chunk)
+        fsdp2.fully_shard(chunk[0])
+        fsdp2.fully_shard(chunk)
     if when == "after":
         for chunk in chunks:
             chunk(batch(0, rank, 4)).sum().backward()
-    api.share_comm_ctx(chunks)
+    fsdp2.share_comm_ctx(chunks)
     expected = mean_gradients(plain, world_size, lambda parts, which: pipeline(parts, which, flagged))
     for _ in range(2):
         for chunk in chunks:
@@ -295,7 +248,7 @@ def test_post_optim_event(rank: int, world_size: int) -> None:
 
     def losses(set_event: Callable[[Any], None]) -> list[float]:
         torch.manual_seed(0)
-        model = sharded(Stack())
+        model = in_units(Stack())
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         found = []
         for step in range(4):
@@ -324,9 +277,71 @@ def leads(rank: int) -> list[list[float]]:
     return full(model.weight.grad).tolist()
 
 
-@pytest.mark.skipif(ON_TORCH, reason="torch has no groups for reduce-scatters")
 def test_ranks_that_are_in_different_numbers_of_groups() -> None:
-    """torch names a group that its ranks make alone after the number of groups of the process. The ranks of one group
-    had different names for it, and waited for each other."""
+    """torch names a group after the number of groups of the process: its ranks waited for each other."""
     for outcome in run_cases([Case(leads, 4, limit_s=60.0)])[0]:
         assert outcome.ok and outcome.value == [[2.5] * 4] * 4, outcome
+
+
+# --- how much is communicated by default ------------------------------------------------------------------------------
+
+
+def counts(log: list[events.Event]) -> tuple[int, ...]:
+    return tuple(count(log, "all_gather", "reduce_scatter", "all_reduce").values())
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("root_weight", [True, False], ids=["root_has_parameters", "empty_root"])
+@pytest.mark.parametrize("raf", [True, None, False, 2])
+@pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
+def test_one_step(rank: int, world_size: int, raf: bool | int | None, root_weight: bool, hsdp: bool) -> None:
+    """Behaviour 74, 107, 132: N groups: N gathers forward; N, N-1 or 0 backward; N reduce-scatters, N all-reduces."""
+    if hsdp and world_size == 2:
+        return
+    mesh = mesh_2d(2, 2) if hsdp else None
+    model = shard_blocks(fsdp2, Layers(3, root_weight=root_weight), mesh=mesh, reshard_after_forward=raf)
+    num_groups = 4 if root_weight else 3
+    in_backward = {True: num_groups, 2: num_groups, None: 3, False: 0}[raf]
+    for _ in range(2):
+        with events.record() as forward:
+            loss = model(batch(0, rank, 4)).sum()
+        with events.record() as backward:
+            loss.backward()
+        assert counts(forward) == (num_groups, 0, 0)
+        assert counts(backward) == (in_backward, num_groups, num_groups if hsdp else 0)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize(
+    ("raf", "keep", "gathers"), [(True, False, 24), (None, False, 21), (False, False, 12), (False, True, 4)]
+)
+def test_accumulation(rank: int, world_size: int, raf: bool | None, keep: bool, gathers: int) -> None:
+    """Behaviour 97: three microbatches, N = 4: N reductions; 2NM, NM or N gathers, kept until the last."""
+    model = shard_blocks(fsdp2, Layers(3), reshard_after_forward=raf)
+    for _ in range(2):
+        with events.record() as log:
+            for micro in range(3):
+                model.set_requires_gradient_sync(micro == 2)
+                if keep:
+                    model.set_reshard_after_backward(micro == 2)
+                model(batch(micro, rank, 4)).sum().backward()
+        assert counts(log) == (gathers, 4, 0)
+
+
+@on_ranks(2)
+def test_one_rank(rank: int, world_size: int) -> None:
+    """Behaviour 133: nothing is communicated; parameters are DTensors all the same, copied to be unsharded."""
+    alone = mesh_2d(2, 1)["shard"]
+    model: Any = shard_blocks(fsdp2, Layers(2), mesh=alone, reshard_after_forward=True)
+    shards = [param.to_local().data_ptr() for param in model.parameters()]
+    for step in range(2):
+        with events.record() as log:
+            loss = model(batch(step, rank, 4)).sum()
+            loss.backward()
+        assert counts(log) == (0, 0, 0)
+    for param in model.parameters():
+        assert isinstance(param, DTensor)
+        assert param.grad is not None
+    for module in (model, *model.layers):
+        module.unshard()
+    assert not set(shards) & {param.data_ptr() for param in model.parameters()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from itertools import product
 from typing import Any
 
@@ -14,19 +16,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, events, fully_shard
+from fsdp2 import ArgumentError, MixedPrecisionPolicy, ZeroPolicy, events, fully_shard
 from tests.helpers.models import Dot, add, grads
-from tests.helpers.parity_models import (
-    Layers,
-    assert_gradients,
-    batch,
-    count,
-    expect,
-    local,
-    mean_gradients,
-    mesh_2d,
-    shard_blocks,
-)
+from tests.helpers.one_process import check, in_units
+from tests.helpers.parity_models import Layers, batch, count, local, mesh_2d
 from tests.helpers.ranks import on_ranks
 
 
@@ -52,74 +45,36 @@ def test_axes(rank: int, world_size: int) -> None:
 @on_ranks(4)
 def test_all_reduce_follows_its_reduce_scatter(rank: int, world_size: int) -> None:
     """Behaviour 106, 112: one all-reduce a group, after the group's reduce-scatter, without waiting for the end."""
-    model = shard_blocks(fsdp2, Layers(2), mesh=mesh_2d(2, 2))
+    model = in_units(Layers(2), mesh=mesh_2d(2, 2))
     with events.record() as log:
         backward(model, 0, rank)
-    text = "".join(f"{e.kind} {e.unit or '(root)'}\n" for e in log if e.kind in ("reduce_scatter", "all_reduce"))
-    expect(
-        rank,
-        text,
-        """\
-reduce_scatter layers.1
-all_reduce layers.1
-reduce_scatter layers.0
-all_reduce layers.0
-reduce_scatter (root)
-all_reduce (root)
-""",
-    )
+    found = [(e.kind, e.unit) for e in log if e.kind in ("reduce_scatter", "all_reduce")]
+    assert found == [(kind, unit) for unit in ("layers.1", "layers.0", "") for kind in ("reduce_scatter", "all_reduce")]
 
 
 @on_ranks(4)
 def test_without_all_reduce(rank: int, world_size: int) -> None:
     """Behaviour 107: partial shards add up unseen, `.grad` stays None; the next all-reduce takes the sum."""
     plain = Layers(2)
-    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(2, 2))
-    for _ in range(2):
+    model = in_units(plain, mesh=mesh_2d(2, 2))
+
+    def three(m: Any, r: int) -> None:
         for micro in range(3):
-            model.set_requires_all_reduce(micro == 2)
             with events.record() as log:
-                backward(model, micro, rank)
-            expected = {"reduce_scatter": 3, "all_reduce": 3 if micro == 2 else 0}
-            assert count(log, "reduce_scatter", "all_reduce") == expected
-            assert all((param.grad is None) == (micro < 2) for param in model.parameters())
-
-        def three(m: nn.Module, r: int) -> None:
-            for micro in range(3):
+                if m is model:
+                    model.set_requires_all_reduce(micro == 2)
                 backward(m, micro, r)
+            if m is model:
+                expected = {"reduce_scatter": 3, "all_reduce": 3 if micro == 2 else 0}
+                assert count(log, "reduce_scatter", "all_reduce") == expected
+                assert all((param.grad is None) == (micro < 2) for param in model.parameters())
 
-        assert_gradients(model, mean_gradients(plain, world_size, three))
-        model.zero_grad()
-
-
-@on_ranks(4)
-def test_without_sync(rank: int, world_size: int) -> None:
-    """Behaviour 108: without sync neither collective runs, whatever `set_requires_all_reduce` says; then both, once."""
-    plain = Layers(2)
-    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(2, 2))
-    model.set_requires_gradient_sync(False)
-    with events.record() as log:
-        backward(model, 0, rank)
-        model.set_requires_all_reduce(False)
-        backward(model, 1, rank)
-    assert count(log, "reduce_scatter", "all_reduce") == {"reduce_scatter": 0, "all_reduce": 0}
-    model.set_requires_gradient_sync(True)
-    model.set_requires_all_reduce(True)
-    with events.record() as log:
-        backward(model, 2, rank)
-    assert count(log, "reduce_scatter", "all_reduce") == {"reduce_scatter": 3, "all_reduce": 3}
-
-    def three(m: nn.Module, r: int) -> None:
-        for micro in range(3):
-            backward(m, micro, r)
-
-    assert_gradients(model, mean_gradients(plain, world_size, three))
+    check(model, plain, rank, world_size, three, times=2)
 
 
 @on_ranks(4)
 def test_all_three_homes_of_a_gradient(rank: int, world_size: int) -> None:
-    """Behaviour 95, 103, 107: unsynced, partial and sharded gradients are kept apart and add up; zero_grad takes
-    one."""
+    """Behaviour 95, 103, 107: unsynced, partial and sharded gradients add up; `zero_grad` takes those that show."""
     model: Any = fully_shard(Dot(), mesh=mesh_2d(2, 2))
     add(model, 100)
     add(model, 20, all_reduce=False)
@@ -137,57 +92,19 @@ def test_all_three_homes_of_a_gradient(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2, 4)
-def test_replicas_of_one_rank_shards(rank: int, world_size: int) -> None:
-    """Behaviour 109: mesh (W, 1) is data parallelism by all-reduce alone."""
+@pytest.mark.parametrize("shards", [False, True])
+def test_an_axis_of_one_rank(rank: int, world_size: int, shards: bool) -> None:
+    """Behaviour 109: mesh (W, 1) is data parallelism by all-reduce alone; (1, W) gathers and reduces as FSDP does."""
     plain = Layers(2)
-    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(world_size, 1))
-    assert model.layers[0].weight.to_local().shape == (4, 4)
-    for step in range(2):
-        model.zero_grad()
-        with events.record() as log:
-            backward(model, step, rank)
-        assert count(log, "all_gather", "reduce_scatter", "all_reduce") == {
-            "all_gather": 0,
-            "reduce_scatter": 0,
-            "all_reduce": 3,
-        }
-        assert_gradients(model, mean_gradients(plain, world_size, lambda m, r, step=step: backward(m, step, r)))
-
-
-@on_ranks(2, 4)
-def test_one_replica(rank: int, world_size: int) -> None:
-    """Behaviour 109: mesh (1, W) gathers and reduces as FSDP does."""
-    plain = Layers(2)
-    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(1, world_size), reshard_after_forward=True)
+    mesh = mesh_2d(1, world_size) if shards else mesh_2d(world_size, 1)
+    model = in_units(plain, mesh=mesh, reshard_after_forward=True)
     assert model.layers[0].weight.placements == (Replicate(), Shard(0))
-    for step in range(2):
-        model.zero_grad()
-        with events.record() as log:
-            backward(model, step, rank)
-        assert count(log, "all_gather", "reduce_scatter") == {"all_gather": 6, "reduce_scatter": 3}
-        assert_gradients(model, mean_gradients(plain, world_size, lambda m, r, step=step: backward(m, step, r)))
-
-
-@on_ranks(4)
-def test_replicas_are_not_synchronised(rank: int, world_size: int) -> None:
-    """Behaviour 110: initial values are the user's affair, who broadcasts local shards over the replicate axis."""
-    mesh = mesh_2d(2, 2)
-    torch.manual_seed(mesh.get_local_rank("replicate"))
-    model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh)
-
-    def replicas_agree() -> bool:
-        shards: list[Any] = [None] * world_size
-        dist.all_gather_object(shards, local(model.weight.detach()))
-        return torch.equal(shards[0], shards[2]) and torch.equal(shards[1], shards[3])
-
-    assert not replicas_agree()
-    group = mesh.get_group("replicate")
-    for param in model.parameters():
-        dist.broadcast(local(param.detach()), dist.get_global_rank(group, 0), group=group)
-    assert replicas_agree()
-    backward(model, 0, rank)
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert replicas_agree()
+    assert model.layers[0].weight.to_local().shape == (4 // world_size if shards else 4, 4)
+    with events.record() as log:
+        check(model, plain, rank, world_size, lambda m, r: backward(m, 0, r))
+    found = count(log, "all_gather", "reduce_scatter")
+    assert found == ({"all_gather": 6, "reduce_scatter": 3} if shards else {"all_gather": 0, "reduce_scatter": 0})
+    assert shards or count(log, "all_reduce") == {"all_reduce": 3}
 
 
 @on_ranks(4)
@@ -233,10 +150,7 @@ def test_partials_are_in_the_reduce_dtype(rank: int, world_size: int, reduce_dty
 def test_divide_factor_of_each_microbatch(
     rank: int, world_size: int, factors: list[float | None], force: list[bool], expected: float
 ) -> None:
-    """A user divided each microbatch by its number of tokens, and all-reduced in the last one only. All gradients were
-    divided by the last factor, silently: 8 and 16 for 6 and 2 gave 2.0. The factor that held when a gradient was
-    reduce-scattered counts for it. (torch's FSDP2 multiplies before it sums, which gloo cannot; so it is not compared.)
-    """
+    """What was reduce-scattered is divided by the factor of its microbatch; all were by the last, silently."""
     model: Any = fully_shard(Dot(), mesh=mesh_2d(2, 2))
     for index, (value, factor, sums) in enumerate(zip((6, 2, 3), factors, force, strict=False)):
         if factor is not None:
@@ -256,9 +170,8 @@ SETTERS = {
 @on_ranks(4)
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_order_of_the_setters(rank: int, world_size: int, length: int) -> None:
-    """transformers' Trainer turned all-reduce off before each microbatch and gradient sync on after it. Here the second
-    call left the first in force, so gradients stayed partial for ever: nothing was trained, without an error. On torch
-    `set_requires_gradient_sync` sets both. Every sequence of the two setters does here what it does there."""
+    """Behaviour 108: every sequence of the two setters does what it does on torch, where `set_requires_gradient_sync`
+    sets both. transformers' Trainer relies on that; here gradients stayed partial for ever, without an error."""
     calls = [(name, value) for name in SETTERS for value in (False, True)]
     sequences = list(product(calls, repeat=length))
     for sequence in sequences[:: 1 if length < 3 else 5]:
@@ -276,3 +189,102 @@ def test_order_of_the_setters(rank: int, world_size: int, length: int) -> None:
                 model(5).backward()
             found.append(grads(model))
         assert found[:2] == found[2:], sequence
+
+
+# --- replicas that start from different parameters --------------------------------------------------------------------
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("where", ["everywhere", "one_shard"])
+def test_a_seed_for_each_rank(rank: int, world_size: int, where: str) -> None:
+    """Behaviour 110: a program without torch.manual_seed trained as many models as replicas, each with a falling loss.
+    Also where the difference is in one shard: ranks that hold equal shards get the error too, and nobody hangs."""
+    torch.manual_seed(rank if where == "everywhere" else 0)
+    model: Any = in_units(Layers(2), mesh=mesh_2d(2, 2))
+    if where == "one_shard" and rank == 3:
+        local(model.layers[1].weight.detach())[0, 0] += 1
+    with pytest.raises(ArgumentError, match="replicas start from different parameters") as caught:
+        model(batch(0, rank, 4))
+    text = str(caught.value)
+    if where == "one_shard":
+        assert "'layers.1.weight' of rank 1 differs on rank 3." in text, text
+        assert text.count("differs on") == 1
+    else:
+        assert "'layers.0.weight' of rank 0 differs on rank 2; 'layers.1.weight' of rank 0" in text, text
+        assert "'layers.0.weight' of rank 1 differs on rank 3" in text, text
+    for param in model.parameters():
+        group = mesh_2d(2, 2).get_group("replicate")
+        dist.broadcast(local(param.detach()), rank % 2, group=group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its shards are of two seeds
+        model(batch(0, rank, 4)).sum().backward()  # the same model, once its replicas are equal
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_without_a_shard_axis(rank: int, world_size: int, zero: int) -> None:
+    """ZeRO stage 0 compares replicas; at stage 1 ranks that sharded another model than the first one warn."""
+    torch.manual_seed(rank)
+    model = in_units(Layers(2), zero=ZeroPolicy(stage=zero))
+    if zero == 0:
+        with pytest.raises(
+            ArgumentError, match=rf"'layers.0.weight' of rank 0 differs on rank{'s 1, 2, 3' * (world_size > 2)}"
+        ):
+            model(batch(0, rank, 4))
+    else:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(batch(0, rank, 4))
+        texts: list[Any] = [None] * world_size
+        dist.all_gather_object(texts, [str(each.message) for each in caught])
+        expected = r"has sharded another model than rank [0-9] \(other values of 'layers.0.weight'\)"
+        assert len(re.findall(expected, str(texts))) == world_size - 1
+
+
+@on_ranks(2)
+def test_values_that_have_changed_places(rank: int, world_size: int) -> None:
+    """Neighbours, so that the bytes have the same sum."""
+    model = in_units(Layers(2), zero=ZeroPolicy(stage=0))
+    if rank == 1:
+        weight = local(model.layers[1].weight.detach())
+        weight.copy_(weight.flip(1))
+    with pytest.raises(ArgumentError, match=r"'layers.1.weight' of rank 0 differs on rank 1\."):
+        model(batch(0, rank, 4))
+
+
+@on_ranks(2)
+def test_a_scalar_beside_shards(rank: int, world_size: int) -> None:
+    """Scalars are replicated, also under FSDP: a model that is another on each rank is often found by these."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 4)
+    model.temperature = nn.Parameter(torch.tensor(float(rank)))
+    with pytest.raises(ArgumentError, match="'temperature' of rank 0 differs on rank 1"):
+        fully_shard(model)(batch(0, rank, 4))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int8])
+def test_every_bit_counts(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """Any dtype, shards of a few bytes, frozen parameters: one element that differs is found, and NaN equals NaN."""
+    model: Any = nn.Linear(3, 5)
+    trainable = dtype.is_floating_point or dtype.is_complex
+    values = torch.full((7,), float("nan")) if dtype.is_floating_point else torch.arange(7)
+    model.more = nn.Parameter(values.to(dtype), requires_grad=trainable)
+    fully_shard(model, mesh=mesh_2d(2, 2))
+    twin = copy.deepcopy(model)
+    model(batch(0, rank, 3))
+    if rank == 0:
+        local(twin.more.detach())[3] = 100
+    with pytest.raises(ArgumentError, match="'more' of rank 0 differs on rank 2"):
+        twin(batch(0, rank, 3))
+
+
+@on_ranks(4)
+def test_once(rank: int, world_size: int) -> None:
+    """Only the first forward looks: what a user does to replicas later is the user's affair."""
+    model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh_2d(2, 2))
+    with torch.no_grad():
+        model(batch(0, rank, 4))
+        model.reshard()
+        local(model.weight.detach()).add_(rank)
+        model(batch(0, rank, 4))

@@ -19,6 +19,7 @@ from tests.helpers.optional_models import (
     POLICIES,
     VisionLanguage,
     assert_equal_gradients,
+    check,
     counts,
     forward_and_backward,
     gradients,
@@ -46,10 +47,9 @@ def test_training_equals_one_process(rank: int, world_size: int, policy: str, me
     plain, model = pair(POLICIES[policy], mesh=hsdp, reshard_after_forward=reshards)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, weight_decay=0.5) for each in (plain, model)]
     for step, with_images in enumerate(who_has_images(world_size)):
-        run = forward_and_backward(step, with_images)
-        gradients(plain, world_size, run, "ran" if policy == "ran" else "all")
-        run(model, rank)
-        assert_equal_gradients(plain, model, exact=hsdp is None or world_size == 2)
+        is_exact = hsdp is None or world_size == 2
+        averages = "ran" if policy == "ran" else "all"
+        check(plain, model, rank, world_size, forward_and_backward(step, with_images), averages, is_exact)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -62,8 +62,7 @@ def test_training_equals_one_process(rank: int, world_size: int, policy: str, me
 @on_ranks(2, 4)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_is_sent_where_no_rank_runs_it(rank: int, world_size: int, policy: str) -> None:
-    """With `runs_if` neither gathers nor reductions; without it the gathers, since nobody knows in advance. The gathers
-    of all other units are the same."""
+    """With `runs_if` neither gathers nor reductions; without it the gathers, since nobody knows in advance."""
     _, model = pair(POLICIES[policy])
     forward_and_backward(0, [0])(model, rank)
     with events.record() as log:
@@ -76,14 +75,10 @@ def test_nothing_is_sent_where_no_rank_runs_it(rank: int, world_size: int, polic
     with events.record() as log:
         forward_and_backward(2, [1])(model, rank)
     assert counts(log, "vision") == {"all_gather": 3, "reduce_scatter": 2, "all_reduce": 1}
-
-
-@on_ranks(2)
-def test_ranks_agree_only_where_units_are_optional(rank: int, world_size: int) -> None:
     _, model = pair(False)
     with events.record() as log:
-        forward_and_backward(0, range(2))(model, rank)
-    assert not [each for each in log if each.kind == "agreement"]
+        forward_and_backward(0, range(world_size))(model, rank)
+    assert not [each for each in log if each.kind == "agreement"], "nothing is optional"
 
 
 @on_ranks(2)
@@ -93,13 +88,7 @@ def test_frozen_tower(rank: int, world_size: int, policy: str) -> None:
     for each in (plain, model):
         each.vision.requires_grad_(False)
     for step, with_images in enumerate(who_has_images(world_size)):
-        for each in (plain, model):
-            each.zero_grad()
-        run = forward_and_backward(step, with_images)
-        gradients(plain, world_size, run)
-        with events.record() as log:
-            run(model, rank)
-        assert_equal_gradients(plain, model)
+        log = check(plain, model, rank, world_size, forward_and_backward(step, with_images))
         assert set(counts(log, "vision")) <= {"all_gather"}
 
 
@@ -122,27 +111,17 @@ def test_around_the_step(rank: int, world_size: int, policy: str) -> None:
     for sharded in (model, copied):
         sharded.vision.unshard()
         for step, with_images in ((2, [0]), (3, []), (4, [1])):
-            for each in (plain, sharded):
-                each.zero_grad()
-            run = forward_and_backward(step, with_images)
-            gradients(plain, world_size, run)
-            run(sharded, rank)
-            assert_equal_gradients(plain, sharded)
-        for each in (plain, sharded):
-            each.zero_grad()
+            check(plain, sharded, rank, world_size, forward_and_backward(step, with_images))
 
         def alone(model: Any, rank: int) -> None:
             model.vision(batch(9, rank)).square().mean().backward()
 
-        gradients(plain, world_size, alone)
-        alone(sharded, rank)
-        assert_equal_gradients(plain, sharded)
+        check(plain, sharded, rank, world_size, alone)
 
 
 @on_ranks(2)
 def test_a_list_of_modules_and_an_optional_unit_within_another(rank: int, world_size: int) -> None:
     """Tower and projector as one unit; its second block has a policy of its own."""
-    torch.manual_seed(0)
     plain = VisionLanguage()
     model: Any = copy.deepcopy(plain)
     asked = []

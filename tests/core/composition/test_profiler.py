@@ -1,13 +1,11 @@
-"""A trace of `torch.profiler` shows the phases of a step, under the names that torch's FSDP2 gives them.
-
-A program that was migrated, and whose users looked at its traces, showed none of them.
-"""
+"""The log, and a trace of `torch.profiler`: the phases of a step, under the names that torch's FSDP2 gives them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
@@ -17,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
 import fsdp2.checkpoint
-from fsdp2.events import profiler_range
+from tests.helpers.one_process import in_units
+from tests.helpers.parity_models import Layers, batch
 from tests.helpers.ranks import on_ranks
 from tests.helpers.source_tree import ROOT
 
@@ -61,17 +60,13 @@ def phase(name: str) -> str:
 @on_ranks(2)
 def test_a_trace_has_torchs_ranges(rank: int, world_size: int) -> None:
     torchs, ours = ranges(trained(torch_fsdp)), ranges(trained(fsdp2))
+    waits = {name for name in ours if phase(name) in ELSEWHERE}
+    assert waits and waits <= {f"FSDP::post_backward_rs_wait{where}" for where in ("", " (0)", " (1)", " (2)")}
     for counter in (torchs, ours):
         for name in [name for name in counter if phase(name) in NOT_HERE | ELSEWHERE | HERE_ALONE]:
             del counter[name]
     assert ours == torchs
     assert ours["FSDP::all_gather (0)"] == 2 and ours["FSDP::pre_forward (1)"] == 1
-
-
-@on_ranks(2)
-def test_waits_for_reductions_are_named(rank: int, world_size: int) -> None:
-    names = {name for name in ranges(trained(fsdp2)) if phase(name) in ELSEWHERE}
-    assert names and names <= {f"FSDP::post_backward_rs_wait{where}" for where in ("", " (0)", " (1)", " (2)")}
 
 
 @on_ranks(2)
@@ -101,29 +96,25 @@ def test_staging_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
     assert [event.name for event in trace.events() if "FSDP::checkpoint" in event.name] == ["FSDP::checkpoint_stage"]
 
 
-@on_ranks(2)
-def test_ranges_nest(rank: int, world_size: int) -> None:
-    """What a step does is below the phase that does it: a trace can be read from the outside in."""
-    model = trained(fsdp2)
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        step(model)
-    by_name = {event.name: event for event in trace.events()}
-    gather = by_name["FSDP::all_gather_copy_out (1)"]
-    parents = []
-    while gather.cpu_parent is not None:
-        gather = gather.cpu_parent
-        parents.append(gather.name)
-    assert any(name in ("FSDP::pre_forward (1)", "FSDP::pre_backward (1)") for name in parents)
-
-
-def test_nothing_is_made_without_a_profiler() -> None:
-    """`record_function` costs microseconds even where nobody records."""
-    assert profiler_range("FSDP::all_gather", "0") is profiler_range("FSDP::pre_forward", "1")
-
-
 def test_the_page_lists_the_ranges() -> None:
     page = (ROOT / "docs" / "lifecycle.md").read_text()
     source = "".join(path.read_text() for path in (ROOT / "fsdp2").rglob("*.py") if path.name != "events.py")
     names = {part.partition('"')[0].removesuffix(" for") for part in source.split('"FSDP::')[1:]}
     assert len(names) >= 16
     assert [name for name in sorted(names) if f"FSDP::{name}" not in page] == []
+
+
+@on_ranks(2)
+def test_log(rank: int, world_size: int) -> None:
+    """Behaviour 174: at DEBUG level the logger "fsdp2" tells what happens, with the units' names."""
+    model = in_units(Layers(1))
+    with TestCase().assertLogs("fsdp2", "DEBUG") as found:
+        model(batch(0, rank, 4)).sum().backward()
+    messages = [record.getMessage() for record in found.records]
+    for start in (
+        *("pre_forward layers.0", "post_forward layers.0", "pre_backward layers.0", "post_backward layers.0"),
+        *("root_pre_forward", "root_post_backward"),
+    ):
+        assert any(message.startswith(start) for message in messages), start
+    with TestCase().assertNoLogs("fsdp2", "INFO"):
+        model(batch(0, rank, 4))
