@@ -11,13 +11,11 @@ from torch import nn
 from fsdp2 import ArgumentError, OptionalPolicy, OrderError, UnsupportedError, fully_shard
 from fsdp2.runtime import hooks
 from tests.helpers.optional_models import (
-    DIM,
     POLICIES,
     Experts,
     VisionLanguage,
-    assert_equal_gradients,
+    check,
     forward_and_backward,
-    gradients,
     has_images,
     inputs,
     pair,
@@ -45,10 +43,7 @@ def test_an_exception_in_the_tower(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="a broken image"):
         output.backward()
     model.reset_iter_state()
-    run = forward_and_backward(1, [0])
-    gradients(plain, world_size, run)
-    run(model, rank)
-    assert_equal_gradients(plain, model)
+    check(plain, model, rank, world_size, forward_and_backward(1, [0]))
 
 
 @on_ranks(2)
@@ -99,17 +94,13 @@ def test_the_argument_without_the_module(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("owner", ["optional", "root"])
-def test_weights_shared_with_a_unit_that_all_ranks_run(rank: int, world_size: int, owner: str) -> None:
+@pytest.mark.parametrize("is_owner", [True, False])
+def test_weights_shared_with_a_unit_that_all_ranks_run(rank: int, world_size: int, is_owner: bool) -> None:
     model = VisionLanguage()
-    if owner == "optional":
-        model.projector.weight = model.vision.unused.weight
-        fully_shard(model.vision, optional=True)
-    else:
-        model.blocks[0].up = nn.Linear(DIM, DIM)
-        model.vision.unused.weight = model.blocks[0].up.weight
-        fully_shard(model.blocks[0])
-        fully_shard(model.vision, optional=True)
+    model.projector.weight = model.vision.unused.weight
+    if not is_owner:
+        fully_shard(model.projector)
+    fully_shard(model.vision, optional=True)
     fully_shard(model)
     with pytest.raises(UnsupportedError, match="share a weight"):
         model(*inputs(0, rank, [0]))
