@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-import random
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.testing import assert_close
 
-import fsdp2
 from fsdp2 import MixedPrecisionPolicy, events, fully_shard
-from tests.helpers.models import Dot, add, grads
-from tests.helpers.parity_models import (
-    Layers,
-    Stack,
-    assert_gradients,
-    batch,
-    count,
-    mean_gradients,
-    shard_blocks,
-)
+from tests.helpers.models import Dot, add, grads, is_sharded, is_unsharded
+from tests.helpers.one_process import in_units
+from tests.helpers.parity_models import Layers, assert_gradients, batch, count, mean_gradients
 from tests.helpers.ranks import on_ranks
-
-
-def sharded_copy(plain: nn.Module, **options: Any) -> Any:
-    return shard_blocks(fsdp2, copy.deepcopy(plain), **options)
 
 
 def backward(model: nn.Module, step: int, rank: int, dim: int = 4) -> None:
     model(batch(step, rank, dim)).square().sum().backward()
+
+
+def both(model: nn.Module, rank: int) -> None:
+    backward(model, 0, rank)
+    backward(model, 1, rank)
 
 
 @on_ranks(2, 4)
@@ -40,53 +30,22 @@ def backward(model: nn.Module, step: int, rank: int, dim: int = 4) -> None:
 def test_without_sync(rank: int, world_size: int, raf: bool) -> None:
     """Behaviour 95: nothing is reduced, sharded grads stay None, parameters are resharded as ever."""
     plain = Layers(2)
-    model = sharded_copy(plain, reshard_after_forward=raf)
+    model = in_units(plain, reshard_after_forward=raf)
     model.set_requires_gradient_sync(False)
-    for step in range(2):
-        with events.record() as log:
-            backward(model, step, rank)
-        assert count(log, "reduce_scatter", "all_reduce") == {"reduce_scatter": 0, "all_reduce": 0}
-        for param in model.parameters():
-            assert isinstance(param, DTensor)
-            assert param.grad is None
+    with events.record() as log:
+        both(model, rank)
+    assert count(log, "reduce_scatter", "all_reduce") == {"reduce_scatter": 0, "all_reduce": 0}
+    assert is_sharded(model) and all(param.grad is None for param in model.parameters())
     model.unshard()
-    expected: dict[str, Tensor] = {}
-    for step in range(2):
-        backward(plain, step, rank)
-    expected = {name: param.grad for name, param in plain.named_parameters()}
-    assert_close(model.scale.grad, expected["scale"])  # this rank's own sum
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("seed", range(4))
-def test_any_mix_of_synced_and_unsynced(rank: int, world_size: int, seed: int) -> None:
-    """Behaviour 96: any sequence of synced and unsynced backwards gives the sum; each synced one reduces each group
-    once."""
-    rng = random.Random(seed)
-    plain = Stack(depth=2)
-    model = sharded_copy(plain)
-    for iteration in range(3):
-        syncs = [rng.random() < 0.5 for _ in range(rng.randint(1, 4))] + [True]
-        for step, sync in enumerate(syncs):
-            model.set_requires_gradient_sync(sync)
-            with events.record() as log:
-                backward(model, step, rank, 8)
-            assert count(log, "reduce_scatter") == {"reduce_scatter": 3 if sync else 0}
-
-        def all_steps(m: nn.Module, r: int, steps: int = len(syncs)) -> None:
-            for step in range(steps):
-                backward(m, step, r, 8)
-
-        assert_gradients(model, mean_gradients(plain, world_size, all_steps), rtol=1e-4, atol=1e-5)
-        model.zero_grad(set_to_none=iteration % 2 == 0)
+    both(plain, rank)
+    assert_close(model.scale.grad, plain.scale.grad)  # this rank's own sum
 
 
 @on_ranks(2)
 def test_sync_of_a_subset(rank: int, world_size: int) -> None:
-    """Behaviour 98: groups without sync wait; the others reduce in every microbatch. `recurse=False` is this module
-    only."""
+    """Behaviour 98: groups without sync wait; the others reduce in every microbatch. `recurse=False`: one unit only."""
     plain = Layers(3)
-    model = sharded_copy(plain)
+    model = in_units(plain)
     model.layers[1].set_requires_gradient_sync(False)
     model.set_requires_gradient_sync(False, recurse=False)
     with events.record() as log:
@@ -94,14 +53,7 @@ def test_sync_of_a_subset(rank: int, world_size: int) -> None:
     assert sorted(event.unit for event in log if event.kind == "reduce_scatter") == ["layers.0", "layers.2"]
     assert [layer.weight.grad is None for layer in model.layers] == [False, True, False]
     model.set_requires_gradient_sync(True)
-    with events.record() as log:
-        backward(model, 1, rank)
-    assert count(log, "reduce_scatter") == {"reduce_scatter": 4}
-
-    def both(m: nn.Module, r: int) -> None:
-        backward(m, 0, r)
-        backward(m, 1, r)
-
+    backward(model, 1, rank)
     assert_gradients(model, mean_gradients(plain, world_size, both))
 
 
@@ -109,22 +61,15 @@ def test_sync_of_a_subset(rank: int, world_size: int) -> None:
 def test_keeping_parameters_after_backward(rank: int, world_size: int) -> None:
     """Behaviour 99: parameters kept after backward: plain, no gather in the next forward, grads after `reshard()`."""
     plain = Layers(2)
-    model = sharded_copy(plain, reshard_after_forward=False)
+    model = in_units(plain, reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     backward(model, 0, rank)
-    for param in model.parameters():
-        assert not isinstance(param, DTensor)
-        assert param.grad is None
+    assert is_unsharded(model) and all(param.grad is None for param in model.parameters())
     with events.record() as log:
         backward(model, 1, rank)
     assert count(log, "all_gather", "reshard") == {"all_gather": 0, "reshard": 0}
     for module in (model, *model.layers):
         module.reshard()
-
-    def both(m: nn.Module, r: int) -> None:
-        backward(m, 0, r)
-        backward(m, 1, r)
-
     assert_gradients(model, mean_gradients(plain, world_size, both))
 
 
@@ -158,8 +103,7 @@ def test_first_use_in_a_later_microbatch(rank: int, world_size: int, policy: Mix
 
 @on_ranks(2)
 def test_unsynced_gradients_are_the_unsharded_parameters(rank: int, world_size: int) -> None:
-    """Behaviour 101: they are `.grad` of the unsharded parameter, in the reduce dtype, one object; in-place edits
-    count."""
+    """Behaviour 101: `.grad` of the unsharded parameter, in the reduce dtype, one object; in-place edits count."""
     model: Any = fully_shard(Dot(), mp_policy=BF16_FP32)
     add(model, 256, sync=False)
     assert model.weights[0].grad is None
@@ -183,8 +127,7 @@ def test_unsynced_gradients_are_the_unsharded_parameters(rank: int, world_size: 
 
 @on_ranks(2)
 def test_sharded_history_is_kept_apart(rank: int, world_size: int) -> None:
-    """Behaviour 102: a bf16 buffer loses the 1 of 256 + 1; the fp32 history on the sharded side never goes through
-    bf16."""
+    """Behaviour 102: a bf16 buffer loses the 1 of 256 + 1; sharded fp32 gradients never go through it."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     model = fully_shard(Dot(), mp_policy=policy)
     add(model, 3)
@@ -202,8 +145,7 @@ def test_sharded_history_is_kept_apart(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_clears_reduced_gradients(rank: int, world_size: int, set_to_none: bool) -> None:
-    """Behaviour 103: `zero_grad` clears reduced gradients in either form of the parameters, and unreduced ones only
-    while these are unsharded."""
+    """Behaviour 103: reduced gradients in either form of the parameters, others only while these are unsharded."""
     model: Any = fully_shard(Dot())
     add(model, 5)
     add(model, 2, sync=False)

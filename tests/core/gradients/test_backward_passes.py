@@ -1,5 +1,4 @@
-"""Several forwards, several backwards: in one iteration, on one graph, unfinished on purpose (Behaviour 57-60, 63,
-64)."""
+"""Several forwards, several backwards: in one iteration, on one graph, unfinished on purpose (Behaviour 57-60, 63)."""
 
 from __future__ import annotations
 
@@ -9,34 +8,27 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import events, fully_shard
+from fsdp2 import events
+from tests.helpers.models import is_sharded, units
+from tests.helpers.one_process import check, in_units
 from tests.helpers.parity_models import (
-    Gradients,
     Layers,
-    Stack,
     assert_gradients,
     batch,
     count,
-    expect,
     full,
-    lines,
-    local,
     mean_gradients,
-    shard_blocks,
+    mesh_2d,
 )
 from tests.helpers.ranks import on_ranks
 
 
-def sharded_copy(plain: nn.Module, **options: Any) -> Any:
-    return shard_blocks(fsdp2, copy.deepcopy(plain), **options)
-
-
-def two_forwards(model: nn.Module, rank: int, dim: int) -> Tensor:
-    return model(batch(0, rank, dim)).square().sum() + model(batch(1, rank, dim)).square().sum()
+def two_forwards(model: nn.Module, rank: int, dim: int = 4) -> None:
+    (model(batch(0, rank, dim)).square().sum() + model(batch(1, rank, dim)).square().sum()).backward()
 
 
 @on_ranks(2, 4)
@@ -44,62 +36,25 @@ def two_forwards(model: nn.Module, rank: int, dim: int) -> Tensor:
 def test_two_forwards_one_backward(rank: int, world_size: int, raf: bool | None) -> None:
     """Behaviour 57: gradients of both forwards, reduced once; afterwards everything is sharded again."""
     plain = Layers(3)
-    model = sharded_copy(plain, reshard_after_forward=raf)
-    expected = mean_gradients(plain, world_size, lambda m, r: two_forwards(m, r, 4).backward())
-    for _ in range(2):
-        model.zero_grad()
-        loss = two_forwards(model, rank, 4)
-        with events.record() as log:
-            loss.backward()
-        assert count(log, "reduce_scatter") == {"reduce_scatter": 4}
-        assert_gradients(model, expected)
-        assert all(isinstance(param, DTensor) for param in model.parameters())
+    model = in_units(plain, reshard_after_forward=raf)
+    with events.record() as log:
+        check(model, plain, rank, world_size, two_forwards, times=2)
+    assert count(log, "reduce_scatter") == {"reduce_scatter": 2 * 4}
+    assert is_sharded(model)
 
 
 @on_ranks(2)
 def test_order_of_two_forwards_one_backward(rank: int, world_size: int) -> None:
-    """Behaviour 57, raf=False: the second forward gathers nothing; the layers go through backward twice, the root once.
-
-    What the first sweep resharded, the second one gathers again.
-    """
-    model = sharded_copy(Layers(2), reshard_after_forward=False)
-    model(batch(0, rank, 4))
+    """Behaviour 57: what the first sweep of backward resharded, the second one gathers again."""
+    model = in_units(Layers(2), reshard_after_forward=False)
     with events.record() as log:
-        model(batch(1, rank, 4))
-    assert lines(log, "unshard") == ""
-    loss = two_forwards(model, rank, 4)
-    with events.record() as log:
-        loss.backward()
-    expect(
-        rank,
-        lines(log, "unshard", "post_backward"),
-        """\
-post_backward layers.1
-post_backward layers.0
-unshard layers.1
-unshard layers.0
-post_backward layers.1
-post_backward layers.0
-post_backward (root)
-""",
-    )
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("raf", [True, False])
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
-def test_two_forwards_one_backward_checkpointed(rank: int, world_size: int, raf: bool, use_reentrant: bool) -> None:
-    """Behaviour 58: the recompute gathers what an earlier post-backward resharded, in nested units too."""
-    plain = Stack(depth=2, use_reentrant=use_reentrant)
-    model: Any = copy.deepcopy(plain)
-    for block in model.blocks:
-        fully_shard(block.down, reshard_after_forward=raf)
-    shard_blocks(fsdp2, model, reshard_after_forward=raf)
-    for _ in range(2):
-        model.zero_grad()
-        two_forwards(model, rank, 8).backward()
-        assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: two_forwards(m, r, 8).backward()))
-        assert all(isinstance(param, DTensor) for param in model.parameters())
+        two_forwards(model, rank)
+    found = [f"{event.kind} {event.unit}" for event in log if event.kind in ("unshard", "post_backward")]
+    assert found == [
+        *("unshard ", "unshard layers.0", "unshard layers.1"),
+        *("post_backward layers.1", "post_backward layers.0", "unshard layers.1", "unshard layers.0"),
+        *("post_backward layers.1", "post_backward layers.0", "post_backward "),
+    ]
 
 
 class Branches(nn.Module):
@@ -117,113 +72,80 @@ class Branches(nn.Module):
 def test_prefetch_of_the_wrong_unit(rank: int, world_size: int) -> None:
     """Behaviour 59: layer 2's backward prefetches layer 1, which this backward does not need: resharded at its end."""
     plain = Branches()
-    model = sharded_copy(plain)
+    model = in_units(plain)
+
+    def first_and_third(m: nn.Module, r: int) -> None:
+        out = m(batch(0, r, 4))
+        (out[0].sum() + out[2].square().sum()).backward()
+
     for _ in range(2):
-        model.zero_grad()
-        out = model(batch(0, rank, 4))
         with events.record() as log:
-            (out[0].sum() + out[2].square().sum()).backward()
-        assert "unshard layers.1" in lines(log, "unshard")
-        assert "layers.1" not in lines(log, "reduce_scatter")
-        assert all(isinstance(param, DTensor) for param in model.parameters())
-        assert model.layers[1].weight.grad is None
-        expected = mean_gradients(
-            plain,
-            world_size,
-            lambda m, r: (m(batch(0, r, 4))[0].sum() + m(batch(0, r, 4))[2].square().sum()).backward(),
-        )
-        assert_gradients(model, expected)
+            check(model, plain, rank, world_size, first_and_third)
+        assert units(log, "unshard").count("layers.1") == 2 and "layers.1" not in units(log, "reduce_scatter")
+        assert is_sharded(model) and model.layers[1].weight.grad is None
 
 
 @on_ranks(2)
 def test_prefetch_for_a_later_backward(rank: int, world_size: int) -> None:
-    """Behaviour 59: before a backward that is not the last, the prefetched unit stays, and the next backward uses
-    it."""
+    """Behaviour 59: before a backward that is not the last, the prefetched unit stays for the next backward."""
     plain = Branches()
-    model = sharded_copy(plain)
+    model = in_units(plain)
     out = model(batch(0, rank, 4))
     model.set_is_last_backward(False)
     out[2].square().sum().backward()
     model.set_is_last_backward(True)
     with events.record() as log:
         out[1].sum().backward()
-    assert "layers.1" not in lines(log, "unshard")
+    assert "layers.1" not in units(log, "unshard")
 
     def both(m: nn.Module, r: int) -> None:
         out = m(batch(0, r, 4))
         (out[2].square().sum() + out[1].sum()).backward()
 
     assert_gradients(model, mean_gradients(plain, world_size, both))
-    assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert is_sharded(model)
 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("raf", [True, False, None])
 def test_retain_graph(rank: int, world_size: int, raf: bool | None) -> None:
     """Behaviour 60: a second backward of the same graph works and adds the same gradients again."""
-    plain = Layers(3)
-    model = sharded_copy(plain, reshard_after_forward=raf)
 
     def twice(m: nn.Module, r: int) -> None:
         loss = m(batch(0, r, 4)).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
 
-    for _ in range(2):
-        model.zero_grad()
-        twice(model, rank)
-        assert_gradients(model, mean_gradients(plain, world_size, twice))
-        assert all(isinstance(param, DTensor) for param in model.parameters())
+    plain = Layers(3)
+    model = in_units(plain, reshard_after_forward=raf)
+    check(model, plain, rank, world_size, twice, times=2)
+    assert is_sharded(model)
 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("raf", [True, False])
 def test_not_the_last_backward(rank: int, world_size: int, raf: bool) -> None:
-    """Behaviour 63, 105: set on the root for its whole tree; reductions run in each backward, sums are right at the
-    end."""
+    """Behaviour 63, 105: set on the root for its whole tree; each backward reduces, sums are right at the end."""
     plain = Layers(3)
-    model = sharded_copy(plain, reshard_after_forward=raf)
+    model = in_units(plain, reshard_after_forward=raf)
 
     def three(m: nn.Module, r: int) -> None:
         for step in range(3):
-            if m is model:
-                model.set_is_last_backward(step == 2)
             with events.record() as log:
+                if m is model:
+                    model.set_is_last_backward(step == 2)
                 m(batch(step, r, 4)).square().sum().backward()
-            if m is model:
-                assert count(log, "reduce_scatter") == {"reduce_scatter": 4}
+            assert m is plain or count(log, "reduce_scatter") == {"reduce_scatter": 4}
 
-    for _ in range(2):
-        model.zero_grad()
-        three(model, rank)
-        assert_gradients(model, mean_gradients(plain, world_size, three))
-
-
-@on_ranks(2, 4)
-def test_async_unshard_is_the_same(rank: int, world_size: int) -> None:
-    """Behaviour 64: `_set_unshard_async_op` changes when one waits, not what comes out."""
-    plain = Stack()
-    models = [sharded_copy(plain) for _ in range(2)]
-    models[1]._set_unshard_async_op(True)
-    optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    for step in range(3):
-        losses = []
-        for model, optim in zip(models, optims, strict=True):
-            loss = model(batch(step, rank)).square().sum()
-            loss.backward()
-            optim.step()
-            optim.zero_grad()
-            losses.append(loss.detach())
-        assert torch.equal(losses[0], losses[1])
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(local(one), local(other))
+    check(model, plain, rank, world_size, three, times=2)
 
 
 @on_ranks(2)
 def test_gradients_with_respect_to_inputs(rank: int, world_size: int) -> None:
-    """Behaviour 48, 51: `torch.autograd.grad` for the input alone, and hooks on it, see what the plain model gives."""
+    """Behaviour 48, 51, 64: `autograd.grad` for the input alone, and hooks on it, see what the plain model gives."""
     plain = Layers(2)
-    model = sharded_copy(plain, reshard_after_forward=True)
+    model = in_units(plain, reshard_after_forward=True)
+    model._set_unshard_async_op(True)  # it changes nothing
     for _ in range(2):
         x = batch(0, rank, 4).requires_grad_()
         expected = torch.autograd.grad(plain(x).square().sum(), x)[0]
@@ -233,26 +155,66 @@ def test_gradients_with_respect_to_inputs(rank: int, world_size: int) -> None:
         assert_close(got[0], expected)
         (input_only,) = torch.autograd.grad(model(x).square().sum(), x)
         assert_close(input_only, expected)
-        assert all(isinstance(param, DTensor) for param in model.parameters())
+        assert is_sharded(model)
         model.zero_grad()
 
 
 @on_ranks(2)
 def test_child_alone_after_the_root(rank: int, world_size: int) -> None:
-    """Behaviour 42: once the root has run, a child may run by itself; it reduces its own gradients, others do
-    nothing."""
+    """Behaviour 42: once the root has run, a child may run by itself; it gathers and reduces its own unit."""
     plain = Layers(3)
-    model = sharded_copy(plain)
+    model = in_units(plain)
     model(batch(0, rank, 4)).sum().backward()
-    model.zero_grad()
-    model.reshard()
     with events.record() as log:
-        model.layers[1](batch(1, rank, 4)).square().sum().backward()
+        check(model, plain, rank, world_size, lambda m, r: m.layers[1](batch(1, r, 4)).square().sum().backward())
     assert {event.unit for event in log if event.kind in ("all_gather", "reduce_scatter")} == {"layers.1"}
-
-    def child(m: nn.Module, r: int) -> None:
-        m.layers[1](batch(1, r, 4)).square().sum().backward()
-
-    expected: Gradients = mean_gradients(plain, world_size, child)
-    assert_gradients(model, expected)
     assert_close(full(model.layers[1].weight), plain.layers[1].weight)
+
+
+# --- units that run several times -------------------------------------------------------------------------------------
+
+
+# Which unit runs, in order; a capital under a checkpoint. The first eight are wrong on torch with reentrant ones.
+ROUTES = ["AA", "Aa", "AaA", "AAB", "BAA", "ABAB", "AbA", "ABBA", "A", "aA", "aBA", "aabAbBa"]
+
+
+class Routed(nn.Module):
+    def __init__(self, route: str, use_reentrant: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.route, self.use_reentrant = route, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.route:
+            unit = getattr(self, name.lower())
+            x = torch.tanh(checkpoint(unit, x, use_reentrant=self.use_reentrant) if name.isupper() else unit(x))
+        return x
+
+
+def sharded_routes(plain: nn.Module, mesh: Any = None) -> Any:
+    model: Any = copy.deepcopy(plain)
+    for unit in (model.a, model.b):
+        fsdp2.fully_shard(unit, mesh=mesh)
+    return fsdp2.fully_shard(model, mesh=mesh)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non_reentrant"])
+def test_as_in_one_process(rank: int, world_size: int, route: str, use_reentrant: bool) -> None:
+    """Two steps of two microbatches: the gradients of one process, and every unit resharded at the end."""
+    plain = Routed(route, use_reentrant)
+    model = sharded_routes(plain, mesh_2d(2, world_size // 2) if world_size > 2 else None)
+    params = list(model.parameters())
+
+    def microbatches(m: Any, r: int) -> None:
+        for micro in range(2):
+            if m is model:
+                model.set_requires_gradient_sync(micro == 1)
+            m(batch(micro, r, 4).requires_grad_()).square().sum().backward()
+
+    for _ in range(2):
+        microbatches(model, rank)
+        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+        assert_gradients(model, mean_gradients(plain, world_size, microbatches))
+        model.zero_grad()

@@ -1,8 +1,5 @@
-"""A forward within a forward of the same unit: nets that call themselves, adapters that ask the whole model.
-
-The inner call ended the unit's forward, and resharded what the rest of the outer one still needed; that of a root began
-a new iteration, which resharded everything.
-"""
+"""A forward within a forward of the same unit: nets that call themselves, adapters that ask the whole model. The inner
+call ended the unit's forward, and resharded what the rest of the outer one still needed."""
 
 from __future__ import annotations
 
@@ -13,11 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests.helpers.parity_models import Race, assert_gradients, batch, count, mean_gradients, one_batch
+from tests.helpers.one_process import check, in_units
+from tests.helpers.parity_models import Race, batch, count, one_batch, shard_blocks
 from tests.helpers.ranks import on_ranks
+from tests.helpers.two_units import shard
+
+
+def step(model: nn.Module, rank: int) -> None:
+    one_batch(model, 0, rank)
 
 
 class Tree(nn.Module):
@@ -58,20 +64,6 @@ class Asked(nn.Module):
         return self.out(x)
 
 
-class Encoding(nn.Module):
-    """A method beside forward is an entry point of its own, and forward uses it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def encode(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inp(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.encode(x))
-
-
 def shard_all(api: ModuleType, model: nn.Module, raf: bool | None) -> None:
     for child in [*getattr(model, "blocks", ()), *(c for c in model.children() if isinstance(c, nn.Linear))]:
         api.fully_shard(child, reshard_after_forward=raf)
@@ -80,28 +72,16 @@ def shard_all(api: ModuleType, model: nn.Module, raf: bool | None) -> None:
 
 def shard_root(api: ModuleType, model: nn.Module, raf: bool | None) -> None:
     api.fully_shard(model, reshard_after_forward=raf)
-    if isinstance(model, Encoding):
-        api.register_fsdp_forward_method(model, "encode")
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("build", [Tree, Asked, Encoding])
-@pytest.mark.parametrize("shard", [shard_all, shard_root])
+@pytest.mark.parametrize("build", [Tree, Asked])
+@pytest.mark.parametrize("how", [shard_all, shard_root])
 @pytest.mark.parametrize("raf", [True, None])
-def test_training(rank: int, world_size: int, build: type, shard: Any, raf: bool | None) -> None:
+def test_training(rank: int, world_size: int, build: type, how: Any, raf: bool | None) -> None:
     """torch's FSDP2 (2.13) can do it where the unit does not reshard after forward."""
-    can = raf is None and not (build is Tree and shard is shard_root)
-    Race(rank, world_size, build, partial(shard, raf=raf), one_batch, torch=can and build is not Asked).run(3)
-
-
-@on_ranks(2)
-def test_gathers_once(rank: int, world_size: int) -> None:
-    """The inner calls find the parameters that the outer one gathered."""
-    model = fsdp2.fully_shard(Tree(), reshard_after_forward=True)
-    with fsdp2.events.record() as log:
-        model(batch(0, rank)).sum().backward()
-    kinds = ("unshard", "reduce_scatter", "root_pre_forward")
-    assert count(log, *kinds) == {"unshard": 2, "reduce_scatter": 1, "root_pre_forward": 1}
+    can = raf is None and build is Tree and how is shard_all
+    Race(rank, world_size, build, partial(how, raf=raf), one_batch, torch=can).run(3)
 
 
 @on_ranks(2)
@@ -124,16 +104,13 @@ def test_after_an_exception_within(rank: int, world_size: int) -> None:
             for param, sharded in zip(plain.parameters(), model.parameters(), strict=True):
                 param.mul_(2)
                 sharded.mul_(2)
-        model.zero_grad()
-        one_batch(model, 0, rank)
-        assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: one_batch(m, 0, r)))
+        check(model, plain, rank, world_size, step)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [True, None])
 def test_block_that_is_called_by_itself(rank: int, world_size: int, raf: bool | None) -> None:
-    """A loss of its own on one block, which asks the whole model. The model's forward took the block's for one that
-    had raised, and resharded what the rest of it needs: "got mixed torch.Tensor and DTensor"."""
+    """A loss of its own on one block, which asks the whole model: that took the block's forward for one that raised."""
 
     def block_alone(model: nn.Module, rank: int) -> None:
         model.blocks[1](batch(1, rank), model).square().mean().backward()
@@ -143,10 +120,8 @@ def test_block_that_is_called_by_itself(rank: int, world_size: int, raf: bool | 
     for block in model.blocks:
         fsdp2.fully_shard(block, reshard_after_forward=raf)
     fsdp2.fully_shard(model)
-    one_batch(model, 0, rank)
-    model.zero_grad()
-    block_alone(model, rank)
-    assert_gradients(model, mean_gradients(plain, world_size, block_alone))
+    step(model, rank)
+    check(model, plain, rank, world_size, block_alone)
 
 
 class Forces(nn.Module):
@@ -171,10 +146,7 @@ def test_a_backward_within_a_forward(rank: int, world_size: int, raf: bool | Non
     model = copy.deepcopy(plain)
     fsdp2.fully_shard(model.body, reshard_after_forward=raf)
     fsdp2.fully_shard(model, reshard_after_forward=raf)
-    for _ in range(2):
-        model.zero_grad()
-        one_batch(model, 0, rank)
-        assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: one_batch(m, 0, r)))
+    check(model, plain, rank, world_size, step, times=2)
 
 
 # --- shallow copies ---------------------------------------------------------------------------------------------------
@@ -184,36 +156,25 @@ def test_a_backward_within_a_forward(rank: int, world_size: int, raf: bool | Non
 def test_copy(rank: int, world_size: int) -> None:
     """`copy.copy` gave the error of pickling. The copy is the same unit under a second object, as torch's is."""
     plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    model: Any = copy.deepcopy(plain)
-    fsdp2.fully_shard(model[0])
-    fsdp2.fully_shard(model)
+    model = shard(copy.deepcopy(plain))
     copied: Any = copy.copy(model)
     assert isinstance(copied, fsdp2.FSDPModule) and isinstance(copied, nn.Sequential)
     assert all(one is other for one, other in zip(model.parameters(), copied.parameters(), strict=True))
-    expected = mean_gradients(plain, world_size, lambda m, r: one_batch(m, 0, r))
     for used in (copied, model, copied):
-        used.zero_grad()
-        one_batch(used, 0, rank)
-        assert_gradients(model, expected)
+        check(used, plain, rank, world_size, step)
     del model, used
-    copied.zero_grad()
-    one_batch(copied, 0, rank)
-    assert_gradients(copied, expected)
+    check(copied, plain, rank, world_size, step)
 
 
 @on_ranks(2)
 def test_slice(rank: int, world_size: int) -> None:
-    """A plain Sequential with the same children, as torch's."""
+    """Behaviour 5: a plain Sequential with the same children, as torch's."""
     plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    model: Any = copy.deepcopy(plain)
-    fsdp2.fully_shard(model[0])
-    fsdp2.fully_shard(model)
+    model = shard(copy.deepcopy(plain))
     model(batch(0, rank))
     part = model[:2]
-    assert type(part) is nn.Sequential and part[0] is model[0]
-    part(batch(0, rank)).sum().backward()
-    expected = mean_gradients(plain[:2], world_size, lambda m, r: m(batch(0, r)).sum().backward())
-    assert_gradients(part, expected)
+    assert type(part) is nn.Sequential and part[0] is model[0] and type(type(model)(nn.ReLU())) is nn.Sequential
+    check(part, plain[:2], rank, world_size, step)
 
 
 class Tower(nn.Module):
@@ -233,10 +194,7 @@ def test_a_member_of_a_unit_that_is_called_within_another(rank: int, world_size:
     model: Any = copy.deepcopy(plain)
     fsdp2.fully_shard([model[1], model[1].merger])
     fsdp2.fully_shard(model)
-    for _ in range(2):
-        model.zero_grad()
-        one_batch(model, 0, rank)
-        assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: one_batch(m, 0, r)))
+    check(model, plain, rank, world_size, step, times=2)
 
 
 @on_ranks(2)
@@ -252,10 +210,7 @@ def test_a_step_after_an_interrupt(rank: int, world_size: int) -> None:
             return super().forward(x)
 
     plain = nn.Sequential(nn.Linear(8, 8), Interrupted(8, 8), nn.Linear(8, 8))
-    model: Any = copy.deepcopy(plain)
-    for layer in model:
-        fsdp2.fully_shard(layer)
-    fsdp2.fully_shard(model)
+    model = in_units(plain)
     params = [*plain.parameters(), *model.parameters()]  # as an optimizer holds them
     for _ in range(2):
         Interrupted.interrupts = True
@@ -265,6 +220,106 @@ def test_a_step_after_an_interrupt(rank: int, world_size: int) -> None:
         with torch.no_grad():
             for param in params:
                 param.mul_(0.5)
-        model.zero_grad()
-        one_batch(model, 0, rank)
-        assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: one_batch(m, 0, r)))
+        check(model, plain, rank, world_size, step)
+
+
+# --- backwards within backwards ---------------------------------------------------------------------------------------
+
+
+class Tiled(torch.autograd.Function):
+    """`mlp` over tiles of the rows; only one tile's activations at a time, as ALST's TiledMLP."""
+
+    @staticmethod
+    def forward(ctx: Any, mlp: Any, x: Tensor, num_tiles: int, *_weights: Tensor) -> Tensor:
+        ctx.mlp, ctx.num_tiles, ctx.num_weights = mlp, num_tiles, len(_weights)
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return torch.cat([mlp(tile) for tile in x.chunk(num_tiles)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        grads = []
+        for tile, tile_grad in zip(x.chunk(ctx.num_tiles), grad.chunk(ctx.num_tiles), strict=True):
+            inner = tile.detach().requires_grad_()
+            with torch.enable_grad():
+                out = ctx.mlp(inner)
+            torch.autograd.backward(out, tile_grad)
+            grads.append(inner.grad)
+        return None, torch.cat(grads), None, *[None] * ctx.num_weights
+
+
+class Mlp(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.how, self.num_tiles = how, 1
+
+    def whole(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "tiled":  # autograd knows the weights of the function
+            return Tiled.apply(self.whole, x, self.num_tiles, *self.parameters())
+        if self.how == "hidden":
+            return Tiled.apply(self.whole, x, self.num_tiles)
+        chunks = x.chunk(self.num_tiles)
+        return torch.cat([checkpoint(self.whole, chunk, use_reentrant=self.how == "reentrant") for chunk in chunks])
+
+
+class TiledStack(nn.Module):
+    """`checkpointed` checkpoints each block too, around its inner backwards."""
+
+    def __init__(self, how: str, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 4)
+        self.layers: Any = nn.ModuleList(Mlp(how) for _ in range(3))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x))
+        return x
+
+
+def step_of(model: Any, step: int, rank: int) -> Tensor:
+    """Rank r has 3 + r tiles."""
+    for layer in model.layers:
+        layer.num_tiles = 3 + rank
+    loss = model(torch.cat([batch(step + index, rank, 4) for index in range(4)])).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["tiled", "hidden", "reentrant", "non_reentrant"])
+@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_training_with_inner_backwards(rank: int, world_size: int, how: str, checkpointed: bool) -> None:
+    shard = partial(shard_blocks, reshard_after_forward=True)
+    Race(rank, world_size, lambda: TiledStack(how, checkpointed), shard, step_of).run(3)
+
+
+class ReduceScatters(TorchDispatchMode):
+    """Counts those that are issued through torch.distributed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["tiled", "hidden", "reentrant"])
+def test_collectives(rank: int, world_size: int, how: str) -> None:
+    """As many as torch has: one reduction a unit, at the end of the unit's own backward."""
+    ours, theirs = (shard_blocks(api, TiledStack(how), reshard_after_forward=True) for api in (fsdp2, torch_fsdp))
+    with fsdp2.events.record() as log:
+        step_of(ours, 0, rank)
+    with ReduceScatters() as reduce_scatters:
+        step_of(theirs, 0, rank)
+    assert count(log, "reduce_scatter") == {"reduce_scatter": 4}
+    assert reduce_scatters.count == 4

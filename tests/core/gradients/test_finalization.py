@@ -1,43 +1,37 @@
-"""What torch 2.15 added: manual finalisation and kept storage (tests/behaviour.md, section Z), a dtype for
-each parameter (Behaviour 122, 123), and what `test_accumulation.py` leaves of Behaviour 101-103. torch 2.13 has none of
-it: this stands on tests/behaviour.md alone.
-"""
+"""What torch 2.15 added: manual finalisation and kept storage (tests/behaviour.md, section Z), a dtype for each
+gradient (Behaviour 123), and what `test_accumulation.py` leaves of Behaviour 101-103."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, events, fully_shard
-from tests.helpers.models import is_sharded, reference_grads, run_step
+from tests.helpers.models import check_step, is_sharded, run_step
+from tests.helpers.one_process import in_units
 from tests.helpers.parity_models import (
     Layers,
     assert_gradients,
     batch,
     count,
-    full,
     local,
     mean_gradients,
     mesh_2d,
-    shard_blocks,
 )
 from tests.helpers.ranks import on_ranks
 from tests.helpers.two_layers import X, assert_same_gradients, backward_of, sharded_layers, two_layers
 
 
-def sharded(plain: nn.Module, manual: bool = True, **options: Any) -> Any:
-    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), **options)
-    if manual:
-        model.set_manual_backward_finalization(True)
+def manual(plain: nn.Module, **options: Any) -> Any:
+    model = in_units(plain, **options)
+    model.set_manual_backward_finalization(True)
     return model
 
 
@@ -56,10 +50,9 @@ def mean_of(plain: nn.Module, world_size: int, *steps: int) -> dict[str, Tensor 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("raf", [True, False])
 def test_kept_storage(rank: int, world_size: int, raf: bool) -> None:
-    """Behaviour 192: reshard registers the sharded parameters, and leaves the unsharded ones their memory; every
-    unshard gathers into it anew. Off again, reshard frees it."""
+    """Behaviour 192: reshard leaves unsharded parameters their memory, which the next unshard fills."""
     plain = Layers(2)
-    model = sharded(plain, manual=False, reshard_after_forward=raf)
+    model = in_units(plain, reshard_after_forward=raf)
     model.set_keep_unsharded_storage(True)
     weights = []
     for module in (model, *model.layers):
@@ -67,21 +60,17 @@ def test_kept_storage(rank: int, world_size: int, raf: bool) -> None:
         weights += list(module.parameters(recurse=False))
         module.reshard()
     pointers = [weight.data_ptr() for weight in weights]
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         with events.record() as log:
-            run_step(model, rank, step)
-        assert is_sharded(model)
+            check_step(model, plain, rank, world_size, step)
         assert count(log, "all_gather") == {"all_gather": 6 if raf else 3}
         assert [weight.data_ptr() for weight in weights] == pointers
         assert all(weight.untyped_storage().nbytes() >= weight.nbytes for weight in weights)
-        expected = reference_grads(plain, world_size, step)
-        assert_gradients(model, expected)
         with torch.no_grad():
-            for name, param in plain.named_parameters():
-                param -= 0.1 * expected[name]
-        optim.step()
-        optim.zero_grad()
+            for param in (*plain.parameters(), *model.parameters()):
+                param.mul_(0.9)
+    with pytest.raises(ValueError):
+        model.set_keep_unsharded_storage(1)
     model.set_keep_unsharded_storage(False)
     run_step(model, rank)
     assert [weight.untyped_storage().nbytes() for weight in weights] == [0, 0, 0]
@@ -89,9 +78,8 @@ def test_kept_storage(rank: int, world_size: int, raf: bool) -> None:
 
 @on_ranks(2)
 def test_kept_storage_moved_where_integers_were_gathered(rank: int, world_size: int) -> None:
-    """Each unshard resized a dequantised parameter's storage to the size that it had. Torch allocates memory for that,
-    copies, and frees the old: the parameter moved, with twice its memory for a while."""
-    model = sharded(Layers(2), manual=False, mp_policy=MixedPrecisionPolicy(all_gather_dtype=torch.int8))
+    """Each unshard resized a dequantised parameter's storage, which moved it."""
+    model = in_units(Layers(2), mp_policy=MixedPrecisionPolicy(all_gather_dtype=torch.int8))
     model.set_keep_unsharded_storage(True)
     pointers = []
     for _ in range(2):
@@ -100,23 +88,6 @@ def test_kept_storage_moved_where_integers_were_gathered(rank: int, world_size: 
         pointers.append(weight.data_ptr())
         model.reshard()
     assert pointers[0] == pointers[1]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("recurse", [True, False])
-def test_kept_storage_of_one_unit(rank: int, world_size: int, recurse: bool) -> None:
-    """Behaviour 192: recursive, unless told not to be."""
-    model = sharded(Layers(2), manual=False, reshard_after_forward=True)
-    model.set_keep_unsharded_storage(True, recurse=recurse)
-    kept = []
-    for module in (model, *model.layers):
-        module.unshard()
-        (weight,) = module.parameters(recurse=False)
-        module.reshard()
-        kept.append(weight.untyped_storage().nbytes() > 0)
-    assert kept == [True, recurse, recurse]
-    with pytest.raises(ValueError):
-        model.set_keep_unsharded_storage(1)
 
 
 # --- manual finalisation ----------------------------------------------------------------------------------------------
@@ -128,23 +99,19 @@ def test_kept_storage_of_one_unit(rank: int, world_size: int, recurse: bool) -> 
 def test_one_reduction_of_many_backwards(rank: int, world_size: int, raf: bool | None, hsdp: bool) -> None:
     """Behaviour 194: sync off for all backwards, on, finalise: one reduce-scatter a group, of the sum."""
     plain = Layers(3)
-    model = sharded(plain, mesh=mesh_2d(2, world_size // 2) if hsdp else None, reshard_after_forward=raf)
-    for iteration in range(2):
+    model = manual(plain, mesh=mesh_2d(2, world_size // 2) if hsdp else None, reshard_after_forward=raf)
+    for steps in ((0, 1, 2), (3, 4, 5)):
         model.zero_grad()
-        steps = range(3 * iteration, 3 * iteration + 3)
+        model.set_requires_gradient_sync(False)
         with events.record() as log:
-            model.set_requires_gradient_sync(False)
             backwards(model, rank, *steps)
-            assert all(param.grad is None for param in model.parameters() if isinstance(param, DTensor))
-            model.set_requires_gradient_sync(True)
-            before = count(log, "reduce_scatter", "all_reduce")
+        assert count(log, "reduce_scatter", "all_reduce") == {"reduce_scatter": 0, "all_reduce": 0}
+        assert all(param.grad is None for param in model.parameters() if isinstance(param, DTensor))
+        model.set_requires_gradient_sync(True)
+        with events.record() as log:
             assert model.finalize_backward() is None
-        assert before == {"reduce_scatter": 0, "all_reduce": 0}
-        scattered = 0 if hsdp and world_size == 2 else 4
-        assert count(log, "reduce_scatter", "all_reduce") == {
-            "reduce_scatter": scattered,
-            "all_reduce": 4 if hsdp else 0,
-        }
+        scattered, reduced = 0 if hsdp and world_size == 2 else 4, 4 if hsdp else 0
+        assert count(log, "reduce_scatter", "all_reduce") == {"reduce_scatter": scattered, "all_reduce": reduced}
         assert is_sharded(model)
         assert_gradients(model, mean_of(plain, world_size, *steps))
 
@@ -153,7 +120,7 @@ def test_one_reduction_of_many_backwards(rank: int, world_size: int, raf: bool |
 def test_mode_is_fixed_once_backward_has_begun(rank: int, world_size: int) -> None:
     """Behaviour 193: switching it off before finalising is refused, or waits; on again later it works as before."""
     plain = Layers(2)
-    model = sharded(plain)
+    model = manual(plain)
     backwards(model, rank, 0)
     with contextlib.suppress(RuntimeError):
         model.set_manual_backward_finalization(False)
@@ -168,10 +135,9 @@ def test_mode_is_fixed_once_backward_has_begun(rank: int, world_size: int) -> No
 
 @on_ranks(2, 4)
 def test_gradients_that_are_set_by_hand(rank: int, world_size: int) -> None:
-    """Behaviour 194: as by the pipelines of torch 2.15 that split backward: weights' gradients come from
-    `autograd.grad`, so that no hook tells of them."""
+    """Behaviour 194: as by pipelines that split backward: gradients that come from `autograd.grad`, without hooks."""
     plain = Layers(2)
-    model = sharded(plain, reshard_after_forward=False)
+    model = manual(plain, reshard_after_forward=False)
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False)
     loss = model(batch(0, rank, 4)).square().mean()
@@ -183,17 +149,13 @@ def test_gradients_that_are_set_by_hand(rank: int, world_size: int) -> None:
     model.set_reshard_after_backward(True)
     model.finalize_backward(async_op=True).wait()
     assert is_sharded(model)
-
-    def by_one(copied: nn.Module, each: int) -> None:
-        copied(batch(0, each, 4)).square().mean().backward()
-
-    assert_gradients(model, mean_gradients(plain, world_size, by_one))
+    assert_gradients(model, mean_of(plain, world_size, 0))
 
 
 @on_ranks(2)
 def test_nothing_to_finalise(rank: int, world_size: int) -> None:
     """Behaviour 195: before the first forward, and after a backward that reached no parameter that is trained."""
-    model = sharded(Layers(2, root_weight=False))
+    model = manual(Layers(2, root_weight=False))
     with events.record() as log:
         assert model.finalize_backward() is None
         model.finalize_backward(async_op=True).wait()  # Behaviour 196: always a handle; torch's pipelining waits for it
@@ -209,30 +171,14 @@ def test_nothing_to_finalise(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_finalising_at_the_wrong_time(rank: int, world_size: int) -> None:
-    """Behaviour 195: between forward and backward, on a child, without manual mode, within backward; then all goes
-    on."""
+    """Behaviour 195: between forward and backward, on a child, without manual mode, within backward; then it works."""
     plain = Layers(2)
-    model = sharded(plain, manual=False)
+    model = in_units(plain)
     run_step(model, rank)
     model.zero_grad()
     with pytest.raises(RuntimeError, match="set_manual_backward_finalization"):
         model.finalize_backward()
     model.set_manual_backward_finalization(True)
-    loss = model(batch(0, rank, 4)).square().mean()
-    with pytest.raises(RuntimeError):
-        model.finalize_backward()
-    loss.backward()
-    with pytest.raises(RuntimeError):
-        model.layers[0].finalize_backward()
-    model.finalize_backward()
-    assert_gradients(model, mean_of(plain, world_size, 0))
-
-
-@on_ranks(2)
-def test_finalising_within_backward(rank: int, world_size: int) -> None:
-    """Behaviour 195: a hook in backward must not; the backward that it did not break can be finalised afterwards."""
-    plain = Layers(2)
-    model = sharded(plain)
     raised: list[bool] = []
 
     def hook(grad: Tensor) -> None:
@@ -240,9 +186,13 @@ def test_finalising_within_backward(rank: int, world_size: int) -> None:
             model.finalize_backward()
         raised.append(True)
 
-    handle = model.layers[0].register_forward_hook(lambda module, args, output: output.register_hook(hook) and None)
-    run_step(model, rank)
-    handle.remove()
+    output = model(batch(0, rank, 4))
+    output.register_hook(hook)
+    with pytest.raises(RuntimeError):
+        model.finalize_backward()
+    output.square().mean().backward()
+    with pytest.raises(RuntimeError):
+        model.layers[0].finalize_backward()
     assert raised == [True]
     model.finalize_backward()
     assert_gradients(model, mean_of(plain, world_size, 0))
@@ -255,7 +205,7 @@ def test_finalising_within_backward(rank: int, world_size: int) -> None:
 def test_handle(rank: int, world_size: int) -> None:
     """Behaviour 196: until it is waited for, no forward and no other finalisation; then the gradients are there."""
     plain = Layers(2)
-    model = sharded(plain)
+    model = manual(plain)
     for step in range(2):
         model.zero_grad()
         backwards(model, rank, step)
@@ -274,7 +224,7 @@ def test_handle(rank: int, world_size: int) -> None:
 def test_handle_and_a_root_beside(rank: int, world_size: int) -> None:
     """Behaviour 180, 196: a root that shares the streams must wait, too, and cannot reset what is not its own."""
     plain = Layers(2)
-    one, other = sharded(plain), sharded(plain)
+    one, other = manual(plain), manual(plain)
     fsdp2.share_comm_ctx([one, other])
     backwards(other, rank, 0)
     other.finalize_backward()
@@ -296,7 +246,7 @@ def test_handle_and_a_root_beside(rank: int, world_size: int) -> None:
 def test_reset_invalidates_the_handle(rank: int, world_size: int) -> None:
     """Behaviour 180: after `reset_iter_state` on its own root, waiting is an error, and training goes on."""
     plain = Layers(2)
-    model = sharded(plain)
+    model = manual(plain)
     backwards(model, rank, 0)
     handle = model.finalize_backward(async_op=True)
     model.reset_iter_state()
@@ -312,7 +262,7 @@ def test_reset_invalidates_the_handle(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("case", ["all_reduce_off", "pending_partial"])
 def test_partial_reduction_of_hsdp(rank: int, world_size: int, case: str) -> None:
     """Behaviour 197: manual finalisation reduces all the way; what was reduced in part is refused, by name."""
-    model = sharded(Layers(2, root_weight=False), manual=False, mesh=mesh_2d(2, 2))
+    model = in_units(Layers(2, root_weight=False), mesh=mesh_2d(2, 2))
     if case == "pending_partial":
         model.set_requires_all_reduce(False)
         backwards(model, rank, 0)
@@ -375,26 +325,6 @@ def test_unsynced_gradients_in_the_grad_dtype(rank: int, world_size: int) -> Non
 
 
 @on_ranks(4)
-def test_partials_survive_zero_grad(rank: int, world_size: int) -> None:
-    """Behaviour 103: what HSDP has reduced in part is not in any `.grad`, so `zero_grad` leaves it, on either side."""
-    model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh_2d(2, 2))
-    for unsharded in (False, True):
-        model.set_requires_all_reduce(False)
-        model(torch.ones(3, 4)).sum().backward()
-        if unsharded:
-            model.unshard()
-            model.zero_grad()  # it has warned, once a root
-        else:
-            with pytest.warns(UserWarning, match="were not reduced"):
-                model.zero_grad()
-        model.reshard()
-        model.set_requires_all_reduce(True)
-        model(torch.ones(1, 4)).sum().backward()
-        assert (local(model.bias.grad) == 4).all()
-        model.zero_grad()
-
-
-@on_ranks(4)
 @pytest.mark.parametrize("shard_size", [None, 2])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_is_last_backward_has_no_meaning_in_manual_mode(
@@ -404,15 +334,12 @@ def test_is_last_backward_has_no_meaning_in_manual_mode(
     model = sharded_layers(zero=ZeroPolicy(stage=stage, shard_size=shard_size))
     model.set_manual_backward_finalization(True)
     model.set_is_last_backward(False)
-    params = list(model.parameters())
     backward_of(model)
     model.finalize_backward()
     plain = two_layers()
     backward_of(plain)
-    for param, wanted in zip(params, plain.parameters(), strict=True):
-        assert param.grad is not None
-        assert_close(full(param.grad), wanted.grad)
-    assert isinstance(model[0].weight, DTensor), "it reshards, or the next forward computes with old parameters"
+    assert is_sharded(model), "it reshards, or the next forward computes with old parameters"
+    assert_same_gradients(model, plain)
 
 
 @on_ranks(2)
@@ -425,3 +352,27 @@ def test_manual_mode_with_a_reentrant_checkpoint_around_the_root(rank: int, worl
     plain = two_layers()
     backward_of(plain)
     assert_same_gradients(model, plain)
+
+
+# --- gradients of inputs and of weights, one after the other ----------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("as_a_stage", [False, True])
+def test_gradients_of_inputs_alone(rank: int, world_size: int, as_a_stage: bool) -> None:
+    """When a pipeline schedule asks for them, a stage that reshards loses gradients of its weights."""
+    plain = Layers(2)
+    model = manual(plain, reshard_after_forward=True)
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(not as_a_stage)
+    x = batch(0, rank, dim=4).requires_grad_()
+    torch.autograd.grad(model(x).square().mean(), x)
+    if not as_a_stage:
+        run_step(model, rank, 1)
+    model.set_requires_gradient_sync(True)
+    if as_a_stage:
+        with pytest.raises(fsdp2.OrderError, match="splits backward lost gradients"):
+            model.finalize_backward()
+        return
+    model.finalize_backward()
+    assert_gradients(model, mean_of(plain, world_size, 1))

@@ -3,16 +3,24 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.testing import assert_close
 
+import fsdp2
 from fsdp2 import MixedPrecisionPolicy, events, fully_shard
-from tests.helpers.models import Dot
-from tests.helpers.parity_models import count, local, mesh_2d
+from tests.helpers.models import Dot, linears
+from tests.helpers.one_process import check, in_units
+from tests.helpers.parity_models import Layers, Stack, batch, count, full, local, mesh_2d
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tp_models import TpLm, dp_tp, tokens, tp_shard
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -100,8 +108,7 @@ def test_one_rank_axis_of_hsdp(rank: int, world_size: int, replicas: int) -> Non
 
 @on_ranks(2)
 def test_padding_of_an_uneven_direct_gradient_was_uninitialised(rank: int, world_size: int) -> None:
-    """The all-reduce hook sees the flat gradients, padding included. On the direct lane nothing ever wrote the padding,
-    so a hook that took a norm got garbage."""
+    """On the direct lane nothing ever wrote the padding, so an all-reduce hook that took a norm got garbage."""
     model = nn.Linear(1000, 301, bias=False)  # large enough for the direct lane, rows 151 and 150
     fully_shard(model)
     seen: list[torch.Tensor] = []
@@ -127,8 +134,7 @@ class SharesMemory(nn.Module):
 
 @on_ranks(2)
 def test_scaling_a_gradient_changed_another_one(rank: int, world_size: int) -> None:
-    """fp16 gradients are divided before they are summed. That was done in place, but what autograd leaves in `.grad`
-    may share its memory with the gradient that is still on its way to the input: the input's came out divided too."""
+    """fp16 gradients are divided before they are summed, which was done in place: the input's came out divided too."""
     model = SharesMemory().half()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
     x = torch.ones(64, dtype=torch.float16, requires_grad=True)
@@ -136,3 +142,147 @@ def test_scaling_a_gradient_changed_another_one(rank: int, world_size: int) -> N
     (model(x * 1) * weight).sum().backward()
     assert torch.equal(x.grad, weight)
     assert torch.equal(model.shift.grad.full_tensor().view(-1), weight)
+
+
+# --- the hook of the user between reduce-scatter and all-reduce -------------------------------------------------------
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
+def test_all_reduce_hook(rank: int, world_size: int, hsdp: bool) -> None:
+    """Behaviour 137: once per group, on the flat result, before any gradient is there; after the all-reduce of HSDP."""
+    mesh = mesh_2d(2, world_size // 2) if hsdp else None
+    policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    model: Any = fsdp2.fully_shard(nn.Linear(4, 4, dtype=torch.float64), mesh=mesh, mp_policy=policy)
+    seen: list[Tensor] = []
+
+    def hook(flat: Tensor) -> None:
+        assert model.weight.grad is None
+        seen.append(flat.clone())
+        flat.mul_(3)
+
+    model.set_all_reduce_hook(hook)
+    model(batch(0, rank, 4).double()).sum().backward()
+    (flat,) = seen
+    num_shards = world_size // 2 if hsdp else world_size
+    assert flat.shape == ((16 + 4) // num_shards,) and flat.dtype == torch.float32
+    mean = torch.stack([batch(0, each, 4).sum(0) for each in range(world_size)]).mean(0)
+    assert_close(flat[: 16 // num_shards].view(-1, 4), mean.expand(4 // num_shards, 4))
+    assert model.weight.grad.dtype == torch.float64
+    assert_close(full(model.weight.grad), 3 * mean.expand(4, 4), check_dtype=False)
+    assert_close(full(model.bias.grad), torch.full((4,), 9.0), check_dtype=False)
+
+
+@on_ranks(2)
+def test_all_reduce_hook_is_called_once_per_reduction(rank: int, world_size: int) -> None:
+    """Behaviour 137, 95: with the groups that reduce, in their order, and not without gradient sync."""
+    model = in_units(Layers(3))
+    order: list[str] = []
+    for index, layer in enumerate(model.layers):
+        layer.set_all_reduce_hook(lambda flat, index=index: order.append(f"{index}"))
+    for sync in (False, True, True):
+        model.set_requires_gradient_sync(sync)
+        model(batch(0, rank, 4)).sum().backward()
+    assert order == [f"{index}" for index in (2, 1, 0)] * 2
+
+
+@on_ranks(2)
+def test_hook_and_factor_are_taken_back(rank: int, world_size: int) -> None:
+    """By None, as with torch: it failed, the hook in backward."""
+    model: Any = fsdp2.fully_shard(nn.Linear(4, 4))
+    model.set_all_reduce_hook(lambda flat: flat.zero_())
+    model.set_all_reduce_hook(None)
+    model.set_gradient_divide_factor(7.0)
+    model.set_gradient_divide_factor(None)
+    model(torch.full((1, 4), 1.0 + rank)).sum().backward()
+    assert_close(full(model.weight.grad), torch.full((4, 4), 1.5))
+
+
+@on_ranks(2, 4)
+def test_stream_of_the_all_reduce_hook(rank: int, world_size: int) -> None:
+    """Behaviour 137: a stream of its own on a 1-D mesh; with HSDP the hook belongs to the all-reduce's stream."""
+    stream = torch.cpu.Stream()
+    plain = linears(1)
+    model: Any = fsdp2.fully_shard(copy.deepcopy(plain))
+    seen: list[int] = []
+    model.set_all_reduce_hook(lambda flat: seen.append(flat.numel()), stream=stream)
+    check(model, plain, rank, world_size, times=2)
+    assert seen == [20 // world_size] * 2
+    model = fsdp2.fully_shard(linears(1), mesh=mesh_2d(2, world_size // 2))
+    with pytest.raises(ValueError, match="stream"):
+        model.set_all_reduce_hook(lambda flat: None, stream=stream)
+
+
+@on_ranks(4)
+def test_replicas_by_an_all_reduce_hook(rank: int, world_size: int) -> None:
+    """Behaviour 138: kept apart from `fully_shard`; hidden values are 0 and 45, whose mean is a gradient of both."""
+    mesh = mesh_2d(2, 2)
+    replica, group = mesh.get_local_rank("replicate"), mesh.get_group("replicate")
+    model: Any = nn.Sequential(nn.Linear(10, 40, bias=False), nn.Linear(40, 10, bias=False))
+    for index, layer in enumerate(model):
+        nn.init.constant_(layer.weight, replica * (1 + index))
+        fsdp2.fully_shard(layer, mesh=mesh["shard"])
+        layer.set_all_reduce_hook(lambda flat: dist.all_reduce(flat.div_(2), group=group))
+    fsdp2.fully_shard(model, mesh=mesh["shard"])
+    model(torch.arange(10.0)).sum().backward()
+    assert_close(full(model[1].weight.grad), torch.full((10, 40), 22.5))
+    assert_close(full(model[0].weight.grad), (10 * torch.arange(10.0)).expand(40, 10))
+
+
+# --- loss scaling over shards -----------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
+def test_grad_scaler(rank: int, world_size: int, hsdp: bool) -> None:
+    """Behaviour 172: an inf in one shard makes all ranks skip the step and back off; the step after is taken."""
+    num_shards = world_size // 2 if hsdp else world_size
+    model = in_units(Stack(depth=1), mesh=mesh_2d(2, num_shards) if hsdp else None)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    is_last = rank % num_shards == num_shards - 1  # the last shard, on every replica
+    check_scaler(scaler, model, batch(0, rank), model.inp.weight if is_last else None)
+
+
+def check_scaler(scaler: Any, model: Any, given: Tensor, poisoned: Any, unscales: bool = False) -> None:
+    """A step with an inf in the gradient of `poisoned`, which is skipped, and one without."""
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for is_poisoned in (True, False):
+        before = [local(param.detach()).clone() for param in model.parameters()]
+        optim.zero_grad()
+        scaler.scale(model(given).square().sum()).backward()
+        if is_poisoned and poisoned is not None:
+            local(poisoned.grad).fill_(float("inf"))
+        if unscales:
+            scaler.unscale_(optim)
+        scaler.step(optim)
+        scaler.update()
+        changed = [not torch.equal(a, local(p.detach())) for a, p in zip(before, model.parameters(), strict=True)]
+        assert any(changed) == (not is_poisoned)
+        assert scaler.get_scale() == 2.0
+
+
+class ScaleFirst(nn.Module):
+    """As CLIP: a scalar, which every rank has whole, before all that is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(())), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("unscales", [True, False], ids=["unscaled first", "step alone"])
+def test_sharded_grad_scaler(rank: int, world_size: int, unscales: bool) -> None:
+    """Behaviour 172: `GradScaler` asks no other ranks where the first gradient is a scalar's; this one does."""
+    if world_size == 2:
+        model: Any = fsdp2.fully_shard(ScaleFirst())
+        poisoned, given = model.linear.weight, batch(0, rank, 4)
+    else:
+        model = tp_shard(fsdp2, TpLm(), dp_tp())
+        poisoned, given = model.blocks[0].up.weight, tokens(0, rank // 2)
+    scaler = ShardedGradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of one element that is taken for a scalar
+        check_scaler(scaler, model, given, poisoned if rank == world_size - 1 else None, unscales)

@@ -126,15 +126,13 @@ def test_bad_batches_are_as_if_they_had_not_been(rank: int, world_size: int) -> 
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["hsdp", "tp"])
 def test_other_meshes(rank: int, world_size: int, kind: str) -> None:
-    """Ranks that have failed begin nothing more over the replicas; ranks that have not stop at one place, between two
-    sums of tensor parallelism."""
+    """Ranks that have failed begin nothing more over the replicas; the others stop at one place."""
     check(kind, rank, world_size, {2: ((2, 3), "forward"), 3: ((0, 1), "backward")})
 
 
 @on_ranks(4)
 def test_a_rank_goes_on_to_where_its_partner_waits(rank: int, world_size: int) -> None:
-    """Rank 0 learns of the failure before it gathers what rank 1 has gathered already, and rank 1 waits for its part of
-    a sum of tensor parallelism behind that."""
+    """Rank 0 learns of the failure before rank 1's gather, behind which rank 1 waits for its part of a sum."""
     training = Training("tp", rank, world_size)
     assert training.step(0) == ""
     if rank == 0:
@@ -190,8 +188,7 @@ def no_memory(_: Watched) -> Callable[[], None]:
 
 
 def stuck(rank: int, folder: str, what: str) -> tuple[str, bool, bool]:
-    """A failure from which ranks cannot recover: the error, whether parameters are as before, and whether this rank
-    refuses further communication."""
+    """The error, whether parameters are as before, and whether this rank refuses further communication."""
     os.chdir(folder)
     watchdog_module._FAST_S = 0.2  # it would be refused before the error by chance
     joint_step._LIMIT_S = 2.0
@@ -227,9 +224,7 @@ def stuck(rank: int, folder: str, what: str) -> tuple[str, bool, bool]:
     ],
 )
 def test_no_recovery(what: str, says: str, tmp_path: Path) -> None:
-    """A rank dies; it fails where it has never made the exchanges that others are in; it fails alone, and another one
-    waits for its part of a tensor-parallel layer; it has no memory for its part in what others have begun: an error on
-    all ranks, no step, and no communication afterwards (a rank that gave up first could still begin some)."""
+    """An error on all ranks, no step, and no communication afterwards (a rank that gave up first could begin some)."""
     outcomes = run_cases([Case(stuck, 4, (str(tmp_path), what))])[0]
     texts = []
     for rank, outcome in enumerate(outcomes):
@@ -266,9 +261,7 @@ def test_one_process() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("where", ["second microbatch", "backward"])
 def test_a_module_around_the_roots(rank: int, world_size: int, where: str) -> None:
-    """Only an argument that was a root itself was reset. Of a module around two roots the gradients of a skipped first
-    microbatch stayed, and went into the next step; after a backward that failed every step was an OrderError."""
-
+    """Of a module around two roots the gradients of a skipped first microbatch went into the next step."""
     skipped: list[str] = []
 
     def trained(places: list[str]) -> list[Tensor]:
@@ -339,8 +332,7 @@ def test_no_memory_for_an_exchange(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_mistakes(rank: int, world_size: int) -> None:
-    """An optimizer that steps before all are through, a block within a block, ranks that cannot ask each other; and no
-    models, whose gradients would have stayed."""
+    """An optimizer that steps too early, a block within a block, ranks that cannot ask each other, no models."""
     training = Training("fsdp", rank, world_size)
     model = training.model
     assert training.step(0) == ""

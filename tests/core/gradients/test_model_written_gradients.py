@@ -1,12 +1,9 @@
-"""Gradients that the model writes or changes itself: backwards that set `weight.grad`, hooks on unsharded weights.
-
-Autograd tells of neither. A weight whose backward was its own got no gradient at all, silently; and a model's hook ran
-after the reduction had taken the gradient.
-"""
+"""Gradients that the model writes or changes itself: backwards that set `weight.grad`, hooks on unsharded weights. A
+weight whose backward was its own got no gradient, silently; a model's hook ran after the reduction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,15 +12,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests.helpers.parity_models import Race, batch, one_batch, shard_blocks
+from tests.helpers.parity_models import Layers, Race, batch, one_batch, shard_blocks
 from tests.helpers.ranks import on_ranks
 
 RARE = pytest.mark.exhaustive
+OTHERS = (
+    {"hidden": False, "in_place": True},
+    {"hidden": True, "in_place": False},
+    {"hidden": True, "in_place": True, "checkpointed": True},
+)
 
 
 class FusedProduct(torch.autograd.Function):
-    """``x @ weight.T`` whose backward adds to `weight.grad`, as Megatron's and Transformer Engine's do. The weight is
-    an input, or comes with its `module`, so that autograd knows nothing of it."""
+    """Adds to `weight.grad`, as Megatron's. The weight is an input, or comes with its `module`, unknown to autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, module: Any, in_place: bool) -> Tensor:
@@ -99,27 +100,17 @@ def accumulated(model: Any, step: int, rank: int) -> Tensor:
 @pytest.mark.parametrize("backward", [in_one, used_twice, accumulated])
 @pytest.mark.parametrize("raf", [True, pytest.param(False, marks=RARE)])
 @pytest.mark.parametrize("bias", [False, True], ids=["alone", "with_bias"])
-@pytest.mark.parametrize("hidden", [True, pytest.param(False, marks=RARE)], ids=["hidden", "input"])
-@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=RARE)], ids=["adds", "sets"])
-@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=RARE)], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    "options",
+    [{"hidden": True, "in_place": True}, *(pytest.param(options, marks=RARE) for options in OTHERS)],
+    ids=str,
+)
 def test_written_by_a_backward(
-    rank: int,
-    world_size: int,
-    backward: Callable[[nn.Module, int, int], Tensor],
-    raf: bool,
-    bias: bool,
-    hidden: bool,
-    in_place: bool,
-    checkpointed: bool,
+    rank: int, world_size: int, backward: Any, raf: bool, bias: bool, options: dict[str, bool]
 ) -> None:
     """What backward leaves in `.grad` of unsharded parameters is reduced, at the end of their unit at the latest."""
-    Race(
-        rank,
-        world_size,
-        lambda: FusedStack(checkpointed=checkpointed, hidden=hidden, in_place=in_place, bias=bias),
-        lambda api, model: shard_blocks(api, model, reshard_after_forward=raf),
-        backward,
-    ).run(3)
+    shard = partial(shard_blocks, reshard_after_forward=raf)
+    Race(rank, world_size, lambda: FusedStack(bias=bias, **options), shard, backward).run(3)
 
 
 @on_ranks(2)
@@ -128,36 +119,12 @@ def test_reduced_at_the_end_of_the_unit(rank: int, world_size: int) -> None:
     model = shard_blocks(fsdp2, FusedStack(hidden=True, in_place=True, bias=False))
     with fsdp2.events.record() as log:
         in_one(model, 0, rank)
-    kinds = [
-        f"{event.kind} {event.unit}" for event in log if event.unit and event.kind in ("pre_backward", "reduce_scatter")
-    ]
-    assert kinds == [f"{kind} layers.{index}" for index in (2, 1, 0) for kind in ("pre_backward", "reduce_scatter")]
+    kinds = ("pre_backward", "reduce_scatter")
+    found = [(event.kind, event.unit) for event in log if event.unit and event.kind in kinds]
+    assert found == [(kind, f"layers.{index}") for index in (2, 1, 0) for kind in kinds]
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
-
-
-class Halved(nn.Linear):
-    """Hooks its weights in forward, those of a sharded model thus while they are unsharded."""
-
-    def __init__(self, dim: int, how: str, bias: bool) -> None:
-        super().__init__(dim, dim, bias=bias)
-        self.how = how
-        self.handles: list[Any] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
-        if torch.is_grad_enabled():
-            for param in (self.weight, *(() if self.bias is None else (self.bias,))):
-                if self.how == "after":
-                    self.handles.append(param.register_post_accumulate_grad_hook(halve_gradient))
-                elif self.how == "replaces":
-                    self.handles.append(param.register_post_accumulate_grad_hook(replace_gradient))
-                else:
-                    self.handles.append(param.register_hook(lambda grad: grad * 0.5))
-        return super().forward(x)
 
 
 def halve_gradient(param: Tensor) -> None:
@@ -170,36 +137,45 @@ def replace_gradient(param: Tensor) -> None:
     param.grad = param.grad * 0.5
 
 
-class HalvedStack(nn.Module):
-    def __init__(self, how: str, bias: bool, use_reentrant: bool | None) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-        self.inp = nn.Linear(8, 8)
-        self.layers = nn.ModuleList(Halved(8, how, bias) for _ in range(3))
+class Halved(nn.Linear):
+    """Hooks its weights in forward, those of a sharded model thus while they are unsharded."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(8, 8)
+        self.how = how
+        self.handles: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for layer in self.layers:
-            x = layer(x) if self.use_reentrant is None else checkpoint(layer, x, use_reentrant=self.use_reentrant)
-        return x
+        while self.handles:
+            self.handles.pop().remove()
+        for param in (self.weight, self.bias) if torch.is_grad_enabled() else ():
+            if self.how == "before":
+                self.handles.append(param.register_hook(lambda grad: grad * 0.5))
+            else:
+                hook = halve_gradient if self.how == "after" else replace_gradient
+                self.handles.append(param.register_post_accumulate_grad_hook(hook))
+        return super().forward(x)
+
+
+def halved_stack(how: str, use_reentrant: bool | None = None) -> Any:
+    model: Any = Layers(dim=8, use_reentrant=use_reentrant)
+    model.layers = nn.ModuleList(Halved(how) for _ in range(3))
+    return model
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["after", "replaces", "before"])
-@pytest.mark.parametrize("bias", [False, True], ids=["alone", "with_bias"])
 @pytest.mark.parametrize("use_reentrant", [None, True, False], ids=["plain", "reentrant", "non_reentrant"])
-def test_hooks_on_unsharded_weights(
-    rank: int, world_size: int, how: str, bias: bool, use_reentrant: bool | None
-) -> None:
+def test_hooks_on_unsharded_weights(rank: int, world_size: int, how: str, use_reentrant: bool | None) -> None:
     """Hooks act on this rank's gradient, before it is reduced."""
-    Race(rank, world_size, lambda: HalvedStack(how, bias, use_reentrant), shard_blocks, one_batch).run(3)
+    Race(rank, world_size, lambda: halved_stack(how, use_reentrant), shard_blocks, one_batch).run(3)
 
 
 @on_ranks(2)
 def test_a_hook_on_one_rank(rank: int, world_size: int) -> None:
     """Rank 0 looks at its gradients. All ranks reduce in the same order still."""
     logs, seen = [], []
-    model: Any = shard_blocks(fsdp2, HalvedStack("before", True, None))
+    model: Any = shard_blocks(fsdp2, halved_stack("before"))
     for _ in range(2):
         out = model(batch(0, rank))
         layer = model.layers[1]
@@ -232,11 +208,8 @@ class CastProduct(torch.autograd.Function):
         return grad @ weight, None, None
 
 
-class CastLinear(nn.Module):
-    def __init__(self, casts: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 4))
-        self.casts = casts
+class CastLinear(nn.Linear):
+    casts = False
 
     def forward(self, x: Tensor) -> Tensor:
         return CastProduct.apply(x, self.weight, self.casts)
@@ -245,15 +218,15 @@ class CastLinear(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("casts", [True, False], ids=["casts", "any"])
 def test_written_in_another_dtype(rank: int, world_size: int, casts: bool) -> None:
-    """Gradients wait in the reduce dtype, which is the weight's `grad_dtype` (as in torch 2.15; torch 2.13 keeps them
-    in the compute dtype and takes any). What docs/troubleshooting.md says works: to cast, or to set `grad_dtype` to
-    None; and microbatches add up in fp32."""
+    """Gradients wait in the reduce dtype, which is the weight's `grad_dtype` (as in torch 2.15). What
+    docs/troubleshooting.md says works: to cast, or to set `grad_dtype` to None; and microbatches add up in fp32."""
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    wrong: Any = fsdp2.fully_shard(CastLinear(casts=False), mp_policy=policy)
+    wrong: Any = fsdp2.fully_shard(CastLinear(4, 4, bias=False), mp_policy=policy)
     with pytest.raises(RuntimeError, match="grad_dtype"):
         wrong(torch.ones(1, 4, requires_grad=True)).sum().backward()
     wrong.reset_iter_state()
-    model: Any = fsdp2.fully_shard(CastLinear(casts), mp_policy=policy)
+    model: Any = fsdp2.fully_shard(CastLinear(4, 4, bias=False), mp_policy=policy)
+    model.casts = casts
     model.weight.grad_dtype = torch.float32 if casts else None
     for value, syncs in ((256.0, False), (1.0, True)):
         model.set_requires_gradient_sync(syncs)

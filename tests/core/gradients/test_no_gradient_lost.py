@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, OrderError, events, fully_shard
-from tests.helpers.meshes import shared_mesh
-from tests.helpers.parity_models import assert_gradients, batch, count, mean_gradients
+from tests.helpers.one_process import check, in_units
+from tests.helpers.parity_models import assert_gradients, batch, count, mean_gradients, mesh_2d
 from tests.helpers.ranks import on_ranks
 from tests.helpers.two_units import STAYS, assert_same_values, backward, evaluate, layers, loss, pair, shard
 
@@ -51,9 +51,7 @@ def test_a_loss_of_a_kept_tensor(rank: int, world_size: int) -> None:
     plain = Keeps()
     model: Any = fully_shard(copy.deepcopy(plain))
     for run in (kept, both):
-        model.zero_grad()
-        run(model, rank)
-        assert_gradients(model, mean_gradients(plain, world_size, run))
+        check(model, plain, rank, world_size, run)
 
 
 class Head(nn.Module):
@@ -91,26 +89,23 @@ def fused_loss(model: Any, rank: int, checkpointed: bool, seed: int = 0) -> Tens
 def test_a_loss_that_reads_a_weight(
     rank: int, world_size: int, tied: bool, checkpointed: bool, precision: torch.dtype
 ) -> None:
-    """As fused cross-entropy losses do: `unshard()` on the module that holds the weight, and then the loss. With HSDP
-    on four ranks, and accumulation over two microbatches."""
+    """As fused cross-entropy losses do: `unshard()` on the module that holds the weight, and then the loss."""
     plain = Head(tied)
     model: Any = copy.deepcopy(plain)
     policy = MixedPrecisionPolicy(None if precision == torch.float32 else precision, torch.float32)
-    mesh = shared_mesh((2, 2), ("replicate", "shard")) if world_size == 4 else None
+    mesh = mesh_2d(2, 2) if world_size == 4 else None
     for module in (model.embed, model.head, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    for seed in range(2):
-        model.set_requires_gradient_sync(seed == 1)
-        fused_loss(model, rank, checkpointed, seed).backward()
 
-    def right(plain: nn.Module, rank: int) -> None:
+    def microbatches(each: Any, rank: int) -> None:
         for seed in range(2):
-            fused_loss(plain, rank, checkpointed, seed).backward()
+            if each is model:
+                model.set_requires_gradient_sync(seed == 1)
+            fused_loss(each, rank, checkpointed, seed).backward()
 
+    microbatches(model, rank)
     tolerance = {} if precision == torch.float32 else {"atol": 0.05, "rtol": 0.05}
-    expected = mean_gradients(plain, world_size, right)
-    for name, param in model.named_parameters():
-        assert_close(param.grad.full_tensor(), expected[name], **tolerance)
+    assert_gradients(model, mean_gradients(plain, world_size, microbatches), **tolerance)
 
 
 # --- hooks on parameters ----------------------------------------------------------------------------------------------
@@ -138,15 +133,11 @@ def test_hooks_on_parameters(rank: int, world_size: int, when: str) -> None:
     handles = handles or add_hooks(model)
     backward(model, rank)
     right = mean_gradients(plain, world_size, backward)
-    unhooked = dict(right)
-    right["2.weight"] = right["2.weight"] * 3
-    assert_gradients(model, right)
+    assert_gradients(model, {**right, "2.weight": right["2.weight"] * 3})
     assert len(seen) == 1 and seen[0] is model[2].weight.grad
     for handle in handles:
         handle.remove()
-    model.zero_grad()
-    backward(model, rank)
-    assert_gradients(model, unhooked)
+    check(model, plain, rank, world_size, backward)
 
 
 # --- gradients that autograd returns ----------------------------------------------------------------------------------
@@ -179,14 +170,12 @@ def test_a_gradient_of_unsharded_parameters(rank: int, world_size: int, stays: s
     value = loss(model, rank)
     with pytest.raises(OrderError, match=r"torch.autograd.grad would return this rank's own gradient"):
         torch.autograd.grad(value, list(model.parameters()), allow_unused=True)
-    backward(model, rank)
-    assert_gradients(model, mean_gradients(plain, world_size, backward))
+    check(model, plain, rank, world_size, backward)
 
 
 @on_ranks(2)
 def test_a_backward_for_all_that_parameters_returns(rank: int, world_size: int) -> None:
-    """After a forward these are the root's unsharded parameters, which get gradients, and a layer's sharded ones, which
-    get none. A gradient of inputs alone is nothing to warn about."""
+    """The root's unsharded parameters get gradients, a layer's sharded ones get none."""
     plain = layers()
     model: Any = copy.deepcopy(plain)
     fully_shard(model[2])
@@ -196,9 +185,7 @@ def test_a_backward_for_all_that_parameters_returns(rank: int, world_size: int) 
     x = batch(0, rank, 4).requires_grad_()
     grads = [torch.autograd.grad(each(x).square().sum(), x)[0] for each in (plain, model)]
     assert_close(*grads)
-    model.zero_grad()
-    backward(model, rank)
-    assert_gradients(model, mean_gradients(plain, world_size, backward))
+    check(model, plain, rank, world_size, backward)
 
 
 @on_ranks(2)
@@ -214,18 +201,13 @@ def test_one_rank_runs_another_forward(rank: int, world_size: int) -> None:
             out: Tensor = self.used(x)
             return out
 
-    torch.manual_seed(0)
     plain = nn.Sequential(Part(), Part())
-    model: Any = copy.deepcopy(plain)
-    for module in (*model, model):
-        fully_shard(module, reshard_after_forward=False)
-    model.unshard()
-    for part in model:
-        part.unshard()
+    model = in_units(plain, reshard_after_forward=False)
+    for module in (model, *model):
+        module.unshard()
     if rank == 0:
         loss(model, rank)
-    backward(model, rank)
-    assert_gradients(model, mean_gradients(plain, world_size, backward))
+    check(model, plain, rank, world_size, backward)
 
 
 # --- units that are used several times --------------------------------------------------------------------------------
@@ -245,8 +227,7 @@ class Twice(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("steps", [False, True])
 def test_a_unit_used_twice_accumulates(rank: int, world_size: int, steps: bool) -> None:
-    """Its second use took the gradients of earlier microbatches: an error blamed reentrant checkpoints, and without
-    steps in backward there was a reduce-scatter more."""
+    """Its second use took the gradients of earlier microbatches."""
     plain = Twice()
     model: Any = copy.deepcopy(plain)
     fully_shard(model.layer)
@@ -254,17 +235,17 @@ def test_a_unit_used_twice_accumulates(rank: int, world_size: int, steps: bool) 
     make = partial(torch.optim.SGD, lr=0.1)
     if steps:
         fsdp2.step_in_backward(make(model.parameters()))
+
+    def microbatches(each: Any, rank: int) -> None:
+        for index in range(3):
+            if each is model:
+                model.set_requires_gradient_sync(index == 2)
+            each(batch(index, rank, 4)).square().sum().backward()
+
     with events.record() as log:
-        for microbatch in range(3):
-            model.set_requires_gradient_sync(microbatch == 2)
-            model(batch(microbatch, rank, 4)).square().sum().backward()
-
-    def right(each: nn.Module, rank: int) -> None:
-        for microbatch in range(3):
-            each(batch(microbatch, rank, 4)).square().sum().backward()
-
+        microbatches(model, rank)
     assert count(log, "reduce_scatter") == {"reduce_scatter": 2}
-    grads = mean_gradients(plain, world_size, right)
+    grads = mean_gradients(plain, world_size, microbatches)
     if not steps:
         assert_gradients(model, grads)
         return

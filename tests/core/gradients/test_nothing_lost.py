@@ -16,9 +16,10 @@ from torch.testing import assert_close
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, OrderError, events, fully_shard
-from tests.helpers.parity_models import assert_gradients, batch, count, mean_gradients
+from tests.helpers.one_process import check, in_units
+from tests.helpers.parity_models import batch, count, mean_gradients
 from tests.helpers.ranks import on_ranks
-from tests.helpers.two_units import STAYS, assert_same_values, backward, evaluate, layers, loss, pair
+from tests.helpers.two_units import STAYS, assert_same_values, backward, evaluate, loss, pair
 
 # --- evaluation between any two steps ---------------------------------------------------------------------------------
 
@@ -26,16 +27,13 @@ from tests.helpers.two_units import STAYS, assert_same_values, backward, evaluat
 @on_ranks(4)
 @pytest.mark.parametrize("stays", STAYS)
 def test_a_moving_average(rank: int, world_size: int, stays: str) -> None:
-    """Both models are evaluated between updates of the average. Its root's values were those of the first update, and
-    after a step the average itself was lost."""
+    """Its root's values were those of the first update, and after a step the average itself was lost."""
     plain, model = pair(**STAYS[stays])
     average, right = AveragedModel(model), AveragedModel(plain)
     evaluate(model, rank), evaluate(average.module, rank)
     for _ in range(2):
         with torch.no_grad():
-            for one in plain.parameters():
-                one.add_(1)
-            for one in model.parameters():
+            for one in (*plain.parameters(), *model.parameters()):
                 one.add_(1)
         average.update_parameters(model)
         right.update_parameters(plain)
@@ -97,8 +95,7 @@ def test_generation_gathers_the_root_once(rank: int, world_size: int) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("stays", STAYS)
 def test_an_evaluation_between_backward_and_clipping(rank: int, world_size: int, stays: str) -> None:
-    """As for the log of PPO's divergence. The norm lacked the root's gradients, and these were not scaled; `zero_grad`
-    then left them for the next step."""
+    """As for the log of PPO's divergence. The norm lacked the root's gradients, and `zero_grad` left them."""
     plain, model = pair(**STAYS[stays])
     backward(model, rank)
     evaluate(model, rank)
@@ -106,9 +103,7 @@ def test_an_evaluation_between_backward_and_clipping(rank: int, world_size: int,
     norm = torch.linalg.vector_norm(torch.stack([grad.norm() for grad in right.values()]))
     assert_close(fsdp2.clip_grad_norm_(model.parameters(), 0.1), norm)
     assert_close(fsdp2.clip_grad_norm_(model.parameters(), 9.0), torch.tensor(0.1), atol=1e-5, rtol=0)
-    model.zero_grad()
-    backward(model, rank)
-    assert_gradients(model, right)
+    check(model, plain, rank, world_size, backward)
 
 
 @on_ranks(2)
@@ -140,18 +135,6 @@ def test_an_optimizer_that_is_made_after_an_evaluation(rank: int, world_size: in
     backward(kept, rank)
     with pytest.warns(UserWarning, match=r"SGD holds 4 parameters.*adopt_optimizer"):
         optimizer.step()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_layers_are_sharded_after_the_model(rank: int, world_size: int, by_hand: bool) -> None:
-    """Layers trained nothing for a step, and then an error blamed functional_call."""
-    model: Any = fully_shard(layers())
-    evaluate(model, rank)
-    if by_hand:
-        model.unshard()
-    with pytest.raises(OrderError, match=r"'weight' is sharded already, as '0.weight' of the FSDPSequential"):
-        fully_shard(model[0])
 
 
 @on_ranks(2)
@@ -251,16 +234,8 @@ def test_frozen_for_a_part_of_the_roots_forward(rank: int, world_size: int) -> N
             self.disc.requires_grad_(True)
             return fooled + self.disc(x * 3).sum()
 
-    plain, model = Gan(), Gan()
-    model.load_state_dict(plain.state_dict())
-    for module in (model.gen, model.disc, model):
-        fully_shard(module)
-    x = torch.ones(2, 4)
-    for each in (plain, model, model):
-        each.zero_grad()
-        each(x).backward()
-    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-        assert_close(other.grad.full_tensor(), one.grad)
+    plain = Gan()
+    check(in_units(plain), plain, rank, world_size, lambda m, r: m(batch(0, r, 4)).backward(), times=2)
 
 
 @on_ranks(2)

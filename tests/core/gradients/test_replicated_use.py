@@ -61,8 +61,7 @@ def train(model: Any, optimizer: Any, rank: int, *routes: tuple[int, ...]) -> No
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("explicit", [True, False])
 def test_prefetched_without_a_forward(rank: int, world_size: int, kind: str, explicit: bool) -> None:
-    """A block ran in one step and was left out in the next, whose backward prefetched it: "parameters changed between
-    forward and backward", although it had no forward."""
+    """A block that was left out of a step, whose backward prefetched it: "changed between forward and backward"."""
     model = routed(kind)
     sharded = [block.linear.weight for block in model.blocks]
     if explicit:
@@ -125,8 +124,7 @@ def test_a_forward_that_comes_in_backward(rank: int, world_size: int, kind: str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pattern", ["once", "two_forwards", "retained"])
 def test_changed_between_forward_and_backward(rank: int, world_size: int, kind: str, pattern: str) -> None:
-    """What is wrong is still found: a step before backward, between the backwards of two forwards, and before a second
-    backward of one graph."""
+    """A step before backward, between the backwards of two forwards, and before a second backward of one graph."""
     model = routed(kind)
     params = list(model.parameters())
     losses = [model(batch(number, rank, 4), (0, 1, 2)).square().sum() for number in range(1 + (pattern != "once"))]
@@ -152,8 +150,7 @@ MOVES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("move", MOVES)
 def test_converted_between_forward_and_backward(rank: int, world_size: int, kind: str, move: str) -> None:
-    """The graph holds parameters that the model has no more: no gradient would reach a shard, and in another dtype
-    there is no memory to read (`setStorage: ... out of bounds`, or a segmentation fault)."""
+    """The graph holds parameters that the model has no more: lost gradients, or a segmentation fault."""
     model = routed(kind)
     loss = model(batch(0, rank, 4), (0, 1, 2)).square().sum()
     MOVES[move](model)

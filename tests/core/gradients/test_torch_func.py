@@ -1,9 +1,5 @@
-"""`torch.func` around a sharded model: losses that hold a derivative of the model itself (MeanFlow, PINNs, influence).
-
-A loop that called a unit only within a transform trained nothing of it, silently: its unsharded parameters were made
-within the transform, and were dead after it. Others ended in "element 0 of tensors does not require grad", or in
-parameters that backward found without memory, since only the uppermost level had the hooks.
-"""
+"""`torch.func` around a sharded model: losses that hold a derivative of the model itself (MeanFlow, PINNs). A loop that
+called a unit only within a transform trained nothing of it, silently; others ended in errors of autograd."""
 
 from __future__ import annotations
 
@@ -13,28 +9,28 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
+from torch.func import functional_call
 
 import fsdp2
+from fsdp2 import ArgumentError, fully_shard
 from tests.helpers.parity_models import TORCH_VERSION, Race, batch, full
 from tests.helpers.ranks import on_ranks
 
 
 class Velocity(nn.Module):
-    """A body of blocks with a unit within each, and a head. `use_reentrant` not None checkpoints each block."""
+    """A body of blocks with a unit within each, and a head."""
 
-    def __init__(self, use_reentrant: bool | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.body = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(2))
         self.head = nn.Linear(4, 4)
-        self.use_reentrant = use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.body:
-            more = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
-            x = x + more
+            x = x + block(x)
         return self.head(x)
 
 
@@ -69,20 +65,8 @@ def grad(model: nn.Module, x: Tensor) -> Tensor:
     return torch.func.grad(lambda x: model(x).square().sum())(x).square().mean()
 
 
-def jacrev(model: nn.Module, x: Tensor) -> Tensor:
-    return torch.func.jacrev(lambda x: model(x).sum(0))(x).square().mean()
-
-
-def jacfwd(model: nn.Module, x: Tensor) -> Tensor:
-    return torch.func.jacfwd(lambda x: model(x).sum(0))(x).square().mean()
-
-
 def hessian(model: nn.Module, x: Tensor) -> Tensor:
     return torch.func.hessian(lambda x: model(x).square().sum())(x[0]).square().mean()
-
-
-def vmap(model: nn.Module, x: Tensor) -> Tensor:
-    return torch.func.vmap(model)(x).square().mean()
 
 
 def vmap_of_grad(model: nn.Module, x: Tensor) -> Tensor:
@@ -97,11 +81,11 @@ def gradient_penalty(model: nn.Module, x: Tensor) -> Tensor:
 
 
 LOSSES: list[Callable[[nn.Module, Tensor], Tensor]] = [
-    mean_flow, jvp, vjp, grad, jacrev, jacfwd, hessian, vmap, vmap_of_grad, gradient_penalty
+    mean_flow, jvp, vjp, grad, hessian, vmap_of_grad, gradient_penalty
 ]  # fmt: skip
 RARE = pytest.mark.exhaustive
 # torch's FSDP2 (2.13) finds parameters without memory in a backward through a backward.
-TORCH_CAN = [mean_flow, jvp, jacfwd, vmap]
+TORCH_CAN = [mean_flow, jvp]
 
 
 @on_ranks(2)
@@ -130,8 +114,7 @@ def test_training(
 
 @on_ranks(2)
 def test_backward_that_does_not_reshard(rank: int, world_size: int) -> None:
-    """`set_reshard_after_backward(False)`: gradients are reduced, although the module holds the unsharded parameters
-    until `reshard` (torch's FSDP2 (2.13) leaves them unreduced, and `reshard` forgets them)."""
+    """Gradients are reduced all the same (torch's FSDP2 (2.13) leaves them unreduced, and `reshard` forgets them)."""
 
     def backward(model: Any, step: int, rank: int) -> Tensor:
         is_sharded = isinstance(model, fsdp2.FSDPModule)
@@ -148,11 +131,9 @@ def test_backward_that_does_not_reshard(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("loss", [vmap, jvp, jacrev])
+@pytest.mark.parametrize("loss", [vmap_of_grad, jvp])
 def test_frozen_since_forward(rank: int, world_size: int, loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    """A block is frozen, or unfrozen, before a unit is gathered within a transform. What follows that in the unsharded
-    parameter was `requires_grad_`, which torch refuses there."""
-    torch.manual_seed(0)
+    """The unsharded parameter follows that within a transform, where torch refuses `requires_grad_`."""
     model = Velocity()
     shard(fsdp2, model)
     model.body[0].requires_grad_(False)
@@ -169,41 +150,13 @@ def test_frozen_since_forward(rank: int, world_size: int, loss: Callable[[nn.Mod
 
 @on_ranks(4)
 def test_smaller_group(rank: int, world_size: int) -> None:
-    """The copy that a unit keeps in a smaller group is made within the transform: an `nn.Parameter` of a DTensor, whose
-    constructor calls `requires_grad_`."""
-    torch.manual_seed(0)
+    """The copy in a smaller group is a parameter that is made within the transform, which calls `requires_grad_`."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fsdp2.fully_shard(model[0], reshard_after_forward=2)
     fsdp2.fully_shard(model, reshard_after_forward=2)
-    for loss in (vmap, jvp, jacrev):
+    for loss in (vmap_of_grad, jvp, grad):
         loss(model, batch(0, rank, 4)).backward()
     assert all(param.grad is not None for param in model.parameters())
-
-
-@on_ranks(2)
-def test_checkpointed(rank: int, world_size: int) -> None:
-    """Blocks that are recomputed in the backward of a transform, and in the backward through it."""
-
-    def backward(model: nn.Module, step: int, rank: int) -> Tensor:
-        value = gradient_penalty(model, batch(step, rank, 4))
-        value.backward()
-        return value.detach()
-
-    Race(rank, world_size, lambda: Velocity(use_reentrant=False), shard, backward, torch=False).run(3)
-
-
-@on_ranks(2)
-def test_gathers(rank: int, world_size: int) -> None:
-    """The transform adds no collective to those of a plain step."""
-    counts = []
-    for loss in (plain, mean_flow):
-        model: Any = Velocity()
-        shard(fsdp2, model)
-        with fsdp2.events.record() as log:
-            loss(model, batch(0, rank, 4)).backward()
-        counts.append([event.kind for event in log].count("reduce_scatter"))
-        assert all(isinstance(param, torch.distributed.tensor.DTensor) for param in model.parameters())
-    assert counts[0] == counts[1]
 
 
 @on_ranks(2)
@@ -219,3 +172,83 @@ def test_forward_mode_without_transforms(rank: int, world_size: int) -> None:
         return value.detach()
 
     Race(rank, world_size, Velocity, shard, backward, torch=False).run(3)
+
+
+# --- `functional_call`, and whoever else puts something in the place of sharded parameters ----------------------------
+
+
+X = torch.ones(1, 4)
+
+
+def make(shard: Callable[..., Any] | None, **options: Any) -> Any:
+    """Two layers, each a unit, which ran once: a first forward takes up whatever the modules hold."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if shard is not None:
+        shard(model[0], **options)
+        shard(model, **options)
+    model(X)
+    return model
+
+
+def zeros(model: nn.Module, kind: str) -> Tensor:
+    return torch.zeros_like(model.get_parameter("0.weight")) if kind == "sharded" else torch.zeros(4, 4)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_other_parameters_are_not_passed_over(rank: int, world_size: int, kind: str) -> None:
+    """torch still takes the unit's own parameters; when this fails it does not, and our error may go."""
+    plain, theirs, ours = (make(shard) for shard in (None, torch.distributed.fsdp.fully_shard, fully_shard))
+    expected = functional_call(plain, {"0.weight": torch.zeros(4, 4)}, (X,))
+    assert not torch.equal(expected, plain(X))
+    assert torch.equal(functional_call(theirs, {"0.weight": zeros(theirs, kind)}, (X,)), plain(X))
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"'0\.weight' is sharded, and its module holds a D?Tensor"):
+            functional_call(ours, {"0.weight": zeros(ours, kind)}, (X,))
+        ours.reset_iter_state()
+        assert torch.equal(ours(X), plain(X))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}], ids=str)
+def test_its_own_parameters(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Those of `named_parameters`, also detached, are what it computes with anyway; buffers are taken as they come."""
+    model = make(fully_shard, **options)
+    expected = model(X)
+    assert torch.equal(functional_call(model, dict(model.named_parameters()), (X,)), expected)
+    for unit in (model, model[0]):
+        unit.reshard()
+    own = {name: param.detach() for name, param in model.named_parameters()}
+    assert torch.equal(functional_call(model, own, (X,)), expected)
+    model.reset_iter_state()  # the root stays unsharded, and functional_call puts sharded parameters back
+    model(X).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2)
+def test_a_parameter_that_was_set_after_the_first_forward(rank: int, world_size: int) -> None:
+    """Put there by hand it was passed over as well; `load_state_dict(assign=True)` puts one there for good."""
+    model = make(fully_shard)
+    doubled = model[0].weight.detach() * 2
+    expected = nn.functional.linear(X, doubled.full_tensor(), model[0].bias.full_tensor())
+    before, model[0].weight = model[0].weight, nn.Parameter(doubled)
+    with pytest.raises(ArgumentError, match="assign=True"):
+        model(X)
+    model[0].weight = before
+    model.reset_iter_state()
+    model[0].load_state_dict({"weight": doubled, "bias": model[0].bias}, assign=True)
+    assert torch.equal(model[0](X), expected)
+
+
+@on_ranks(2)
+def test_a_module_without_direct_slots(rank: int, world_size: int) -> None:
+    """An RNN watches its attributes, so its parameters are set one by one."""
+    model = fsdp2.fully_shard(nn.RNN(4, 4))
+    x = torch.ones(2, 1, 4)
+    expected = model(x)[0]
+    model.reshard()
+    with pytest.raises(ArgumentError, match="weight_hh_l0"):
+        functional_call(model, {"weight_hh_l0": torch.zeros(4, 4)}, (x,))
+    model.reset_iter_state()
+    assert torch.equal(model(x)[0], expected)

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OptionalPolicy, OrderError, ZeroPolicy, events, fully_shard
 from tests.helpers.ranks import on_ranks
-from tests.instruments.races.detector import detecting
 
 Counts = Sequence[int]
 
@@ -39,11 +38,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """An embedding, blocks in another order than they were registered in, and a head: these two are the root's own."""
 
-    def __init__(self, checkpointed: bool = False, head_only: bool = False) -> None:
+    def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
         self.head = nn.Linear(8, 3)
         self.blocks = nn.ModuleList(Block(checkpointed) for _ in range(3))
-        self.embed = nn.Identity() if head_only else nn.Linear(5, 8)
+        self.embed = nn.Linear(5, 8)
         self.seen = nn.Linear(5, 8)  # optional
 
     def forward(self, x: Tensor, sees: bool = False) -> Tensor:
@@ -132,16 +131,6 @@ def test_random_counts(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_iterators_without_length(rank: int, world_size: int) -> None:
-    model = sharded(plain_units())
-    counts = (0, 3)
-    with fsdp2.join(model) as work:
-        for x, weight in work.each(microbatch(rank, i) for i in range(counts[rank])):
-            work.backward(loss_of(model, x), weight)
-    check(model, of_one_process(plain_units(), counts))
-
-
-@on_ranks(2)
 def test_each_counts_once_without_a_weight(rank: int, world_size: int) -> None:
     model, counts = sharded(plain_units()), (2, 1)
     with fsdp2.join(model) as work:
@@ -167,13 +156,6 @@ def tensor_parallel() -> Any:
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return sharded(model, mesh=mesh["dp"])
-
-
-def nested() -> Any:
-    model = plain_units()
-    for block in model.blocks:
-        fully_shard(block.down)
-    return sharded(model)
 
 
 def of_several_modules() -> Any:
@@ -205,12 +187,6 @@ def with_unused() -> Any:
     return model
 
 
-def predicted() -> Any:
-    model = sharded(plain_units())
-    model.set_auto_forward_prefetch(True)
-    return model
-
-
 def prefetched() -> Any:
     model = sharded(plain_units())
     model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[2]])
@@ -228,11 +204,9 @@ FEATURES: dict[str, Callable[[], Any]] = {
     "smaller": lambda: sharded(plain_units(), reshard_after_forward=2),
     "offloaded": lambda: sharded(plain_units(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "prefetched": prefetched,
-    "nested": nested,
     "several modules": of_several_modules,
     "functional": functional,
     "unused": with_unused,
-    "predicted": predicted,
     "tensor parallel": tensor_parallel,
 }
 
@@ -253,17 +227,6 @@ def test_features(rank: int, world_size: int, feature: str) -> None:
 
 
 @on_ranks(2)
-def test_with_the_order_of_an_accelerator(rank: int, world_size: int) -> None:
-    """Under the race detector: memory of what is served is used and freed in order."""
-    with detecting():
-        model = sharded(plain_units())
-        for accumulate in (False, True):
-            model.zero_grad()
-            run(model, rank, (3, 1), accumulate=accumulate)
-    check(model, of_one_process(plain_units(), (3, 1)))
-
-
-@on_ranks(2)
 def test_mixed_precision(rank: int, world_size: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, counts = sharded(plain_units(), mp_policy=policy), (2, 1)
@@ -275,20 +238,13 @@ def test_mixed_precision(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_a_root_that_computes_last_alone(rank: int, world_size: int) -> None:
     """Its gradients are there before those of the blocks, so its reduction comes first, on ranks that serve too."""
-    model = plain_units(head_only=True)
-    model.embed = nn.Linear(5, 8)
+    model, counts = plain_units(), (2, 1)
     fully_shard(model.embed)
     sharded(model)
-    counts = (2, 1)
     for _ in range(2):
         model.zero_grad()
         run(model, rank, counts)
-    plain = plain_units(head_only=True)
-    plain.embed = nn.Linear(5, 8)
-    with torch.no_grad():
-        for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
-            mine.copy_(theirs.full_tensor())
-    check(model, of_one_process(plain, counts))
+    check(model, of_one_process(plain_units(), counts))
 
 
 @on_ranks(2)
@@ -325,9 +281,7 @@ def test_step_in_backward(rank: int, world_size: int) -> None:
     plain = plain_units()
     grads = of_one_process(plain, counts)
     for name, param in plain.named_parameters():
-        assert_close(
-            dict(model.named_parameters())[name].full_tensor(), param - 0.1 * grads[name], rtol=1e-5, atol=1e-6
-        )
+        assert_close(model.get_parameter(name).full_tensor(), param - 0.1 * grads[name], rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)
@@ -380,30 +334,25 @@ def test_forwards_without_gradients(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_messages(rank: int, world_size: int) -> None:
-    """With sequences one message for each loop and one for the weights; with iterators one more a turn. Afterwards the
-    model is as before."""
+    """With sequences one for each loop and one for the weights; with iterators one more a turn. No hooks are left."""
     model = sharded(plain_units())
     run(model, rank, (1, 1))
-    own = [microbatch(rank, 0)] * 2
     sent: list[str] = []
+    gather, reduce = torch.distributed.all_gather, torch.distributed.all_reduce
     with pytest.MonkeyPatch.context() as patch:
-        all_gather, all_reduce = torch.distributed.all_gather, torch.distributed.all_reduce
-        patch.setattr(torch.distributed, "all_gather", lambda *a, **k: (sent.append("gather"), all_gather(*a, **k))[1])
-        patch.setattr(torch.distributed, "all_reduce", lambda *a, **k: (sent.append("reduce"), all_reduce(*a, **k))[1])
-        model.zero_grad()
-        run(model, rank, (2, 2))
-        assert sent == ["gather", "reduce"]
-        sent.clear()
-        model.zero_grad()
-        with fsdp2.join(model) as work:
-            for x, weight in work.each(iter(own)):
-                work.backward(loss_of(model, x), weight)
-        assert sent == ["gather"] * 4 + ["reduce"]
+        patch.setattr(torch.distributed, "all_gather", lambda *a, **k: (sent.append("gather"), gather(*a, **k))[1])
+        patch.setattr(torch.distributed, "all_reduce", lambda *a, **k: (sent.append("reduce"), reduce(*a, **k))[1])
+        for own, messages in ((list, ["gather", "reduce"]), (iter, ["gather"] * 4 + ["reduce"])):
+            sent.clear()
+            model.zero_grad()
+            with fsdp2.join(model) as work:
+                for x, weight in work.each(own([microbatch(rank, 0)] * 2)):
+                    work.backward(loss_of(model, x), weight)
+            assert sent == messages
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     assert hooks == 2 * 4  # those of four units
     with events.record() as log:
-        model.zero_grad()
-        loss_of(model, own[0][0]).backward()
+        loss_of(model, microbatch(rank, 0)[0]).backward()
     assert sum(event.kind == "all_gather" for event in log) == 4 + 3
 
 
