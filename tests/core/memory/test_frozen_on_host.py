@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import time
 from typing import Any
 
@@ -127,44 +128,49 @@ def test_meshes_and_settings(rank: int, world_size: int, kind: str) -> None:
 
 
 @on_ranks(2)
-def test_what_changes_the_base_is_seen(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("keep", [True, "host"])
+def test_what_changes_the_base_is_seen(rank: int, world_size: int, keep: Any) -> None:
     """Every change makes the ranks gather once more what may have changed."""
-    models = pair()
+    models = pair(zero=ZeroPolicy(keep_frozen=keep))
+    numbers = itertools.count()
 
-    def gathers(number: int) -> int:
-        step(models[0], number, rank)
-        found = step(models[1], number, rank)
-        assert_same(models)
-        for each in models:
-            each.zero_grad()
-        return sum(size > ADAPTER for size in found)
+    def gathers() -> list[int]:
+        """Of bases, in two steps."""
+        found = []
+        for _ in range(2):
+            number = next(numbers)
+            step(models[0], number, rank)
+            found.append(sum(size > ADAPTER for size in step(models[1], number, rank)))
+            assert_same(models)
+            for each in models:
+                each.zero_grad()
+        return found
 
-    assert [gathers(0), gathers(1)] == [3, 0]
+    assert gathers() == [3, 0]
     for each in models:
         with torch.no_grad():
             each.layers[1].base.weight.mul_(0.5)
-    assert [gathers(2), gathers(3)] == [1, 0]
+    assert gathers() == [1, 0]
     for assign in (False, True):
         for each in models:
             each.load_state_dict({name: value * 2 for name, value in each.state_dict().items()}, assign=assign)
             for name, param in each.named_parameters():
                 param.requires_grad_("base" not in name)
-        assert [gathers(4), gathers(5)] == [3, 0], assign
+        assert gathers() == [3, 0], assign
     for each in models:
         with fsdp2.full_params(each), torch.no_grad():
             each.layers[0].base.bias.add_(1)
-    assert [gathers(6), gathers(7)] == [3, 0]
-    for each in models:
-        each.layers[2].base.weight.requires_grad_(True)
-    assert [gathers(8), gathers(9)] == [2, 2], "what is trained is gathered for forward and backward"
-    for each in models:
-        each.layers[2].base.weight.requires_grad_(False)
-    assert [gathers(10), gathers(11)] == [1, 0]
+    assert gathers() == [3, 0]
+    # What is trained is gathered for forward and backward; what the device has kept serves one more forward.
+    for trains, wanted in ((True, [2 if keep == "host" else 1, 2]), (False, [1, 0])):
+        for each in models:
+            each.layers[2].base.weight.requires_grad_(trains)
+        assert gathers() == wanted
     for each in models:
         each.to(torch.float64)
         for layer in each.layers:
             layer.register_forward_pre_hook(lambda module, args: (args[0].double(),))
-    assert [gathers(12), gathers(13)] == [3, 0]
+    assert gathers() == [3, 0]
     models[1].eval()
     with torch.no_grad():
         assert torch.equal(models[0](batch(1, rank, DIM)), models[1](batch(1, rank, DIM)))
@@ -173,7 +179,7 @@ def test_what_changes_the_base_is_seen(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("keep", [True, "host"])
 @on_ranks(2)
 def test_one_rank_alone_may_read(rank: int, world_size: int, keep: Any) -> None:
-    """A state dict, or a copy, on one rank made that rank gather the base anew, which the others did not: it hung."""
+    """A state dict, or a copy, on one rank made that rank alone gather the base again: it hung."""
     models = pair(zero=ZeroPolicy(keep_frozen=keep))
     step(models[1], 0, rank)
     if rank == 0:

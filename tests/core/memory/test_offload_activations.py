@@ -51,8 +51,7 @@ def test_on_the_cpu_nothing_moves(rank: int, world_size: int) -> None:
 
 
 def test_nothing_is_looked_at_while_the_budget_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hooks of the first iteration see what it saves. Later ones have none, until a call is not like the last
-    iteration's, or is one more; also after graphs that were dropped."""
+    """Only the first iteration has hooks, until a call is not like the last iteration's, or is one more."""
     blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     seen: list[torch.Tensor] = []
     save = ActivationOffload.save

@@ -1,21 +1,15 @@
-"""Memory on streams (docs/design.md, invariants 4 and 5; Behaviour 143, 144), under the race detector on the CPU:
-unsharded storage is taken on the all-gather stream only, freed only after that stream has waited for compute's last
-use, and never more than two units are alive; and the order of an accelerator gives the results of the CPU's order."""
+"""Memory on streams (docs/design.md, invariants 4 and 5), under the race detector on the CPU."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.comm.gloo import GlooComm
-from fsdp2.extras import shard_replicas
-from fsdp2.runtime import reduction
+from tests.helpers.one_process import in_units
+from tests.helpers.parity_models import mesh_2d
 from tests.helpers.ranks import on_ranks
 from tests.helpers.two_layers import X, backward_of, sharded_layers
 from tests.instruments.races.detector import detecting
@@ -30,36 +24,27 @@ def test_accelerator_order_is_safe_and_gives_the_same(
     rank: int, world_size: int, hsdp: bool, reshard: bool | None, reduce_dtype: torch.dtype | None
 ) -> None:
     """Behaviour 143, 144, 189, 190: no memory is freed before its last use; at most two units, and nothing is left."""
-    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard")) if hsdp else None
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-
-    def sharded() -> nn.Module:
-        model = make_model()
-        for block in model:
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        return fully_shard(model, mesh=mesh, mp_policy=policy)
-
-    expected = train(sharded(), rank)
+    mesh = mesh_2d(1, world_size) if hsdp else None
+    options = {"mesh": mesh, "reshard_after_forward": reshard, "mp_policy": MixedPrecisionPolicy(None, reduce_dtype)}
+    expected = train(in_units(make_model(), **options), rank)
     with pytest.MonkeyPatch.context() as monkeypatch, detecting() as detector:
         monkeypatch.setattr(GlooComm, "direct_min_bytes", 4096)  # weights direct, biases packed
         streams, watch = detector.streams, detector.resized
-        actual = train(sharded(), rank)
+        actual = train(in_units(make_model(), **options), rank)
         if reshard is not False:
             # Two units, the one that computes and the one that is gathered, and the packed lane's few biases.
             unit_bytes = sum(param.nbytes for param in make_model()[0].parameters())
             assert unit_bytes * 1.9 < watch.most_bytes < unit_bytes * 2.1
         assert watch.num_freed > 0 and watch.streams == {"gather"}
         assert not watch.alive, "everything is given back at the end of backward"
-    for left, right in zip(actual, expected, strict=True):
-        assert torch.equal(left, right)
+    assert all(map(torch.equal, actual, expected))
     assert streams.has_waited_for(streams.clocks["reduce"]), "compute has waited for every reduction"
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_gather_overlaps_the_compute_before_it(rank: int, world_size: int, num_groups: int) -> None:
-    """Behaviour 145: when unit i is gathered in forward, its stream has not waited for compute i-1, but for i-2; also
-    if a unit has several groups."""
+    """Behaviour 145: when unit i is gathered in forward, its stream has not waited for compute i-1, but for i-2."""
     seen: list[tuple[int, int]] = []
     with detecting() as detector:
         streams = detector.streams
@@ -97,33 +82,6 @@ def test_an_inner_module_alone_waits_for_the_optimizer(rank: int, world_size: in
             optimizer.step()
             with torch.no_grad():
                 model[0](X)
-
-
-@on_ranks(4)
-def test_the_first_output_lives_until_compute_has_waited(rank: int, world_size: int) -> None:
-    """docs/design.md, invariant 5: a buffer of the reduce-scatter stream that the all-reduce stream reads has a keeper
-    until that has been waited for. With two reductions in flight the second one's buffer takes the place of the
-    first's."""
-    outputs: dict[int, StorageWeakRef] = {}
-    seen: list[bool] = []
-    scatter, scaled = shard_replicas._Plan.over_replicas, reduction._scaled
-
-    def watched_scatter(plan: Any, flat: torch.Tensor, *arguments: Any) -> Any:
-        outputs[id(plan)] = StorageWeakRef(flat.untyped_storage())
-        return scatter(plan, flat, *arguments)
-
-    def watched_scaled(plan: Any, *arguments: Any) -> torch.Tensor:
-        seen.append(outputs[id(plan)].expired())
-        return scaled(plan, *arguments)
-
-    model = sharded_layers(zero=ZeroPolicy(shard_size=2, shard_replicas=True))
-    model.set_reduce_scatter_max_input_buffers(2)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(shard_replicas._Plan, "over_replicas", watched_scatter)
-        monkeypatch.setattr(reduction, "_scaled", watched_scaled)
-        backward_of(model)
-    assert seen
-    assert not any(seen)
 
 
 @on_ranks(2)

@@ -20,7 +20,6 @@ from fsdp2.extras.comm_memory import FlatAllGather
 from fsdp2.runtime.storage import FlatStorage
 from tests.helpers.parity_models import mesh_2d
 from tests.helpers.ranks import on_ranks
-from tests.helpers.threads import run_threads
 from tests.helpers.tiled_models import (
     DIM,
     OUT,
@@ -37,20 +36,14 @@ from tests.helpers.tiled_models import (
 from tests.instruments.races.detector import detecting
 
 
-@pytest.mark.parametrize("tiles", [1, 3, pytest.param(18, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("tiles", [1, 3])
 @on_ranks(2, 1, 3)
 def test_trains_as_the_layer_without_tiles(rank: int, world_size: int, tiles: int) -> None:
-    """Outputs and weight gradients of the head are the same bits; what comes before it, and its bias, differ by the
-    order in which gradients are added up. The optimizer sees the parameters that it would see."""
+    """Outputs and weight gradients of the head are the same bits; the optimizer sees the parameters of the layer."""
     models = pair(tiles)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in models]
     for step in range(3):
-        if tiles == 18:  # of one row each, which BLAS multiplies in another way
-            for output in (outputs := [each(tokens_of(step, rank)) for each in models]):
-                output.square().mean().backward()
-            torch.testing.assert_close(*outputs)
-        else:
-            run(models, rank, step)
+        run(models, rank, step)
         norms = [fsdp2.clip_grad_norm_(each.parameters(), 0.1) for each in models]
         torch.testing.assert_close(norms[1], norms[0])
         for optimizer in optimizers:
@@ -62,16 +55,6 @@ def test_trains_as_the_layer_without_tiles(rank: int, world_size: int, tiles: in
     states = [get_optimizer_state_dict(*each)["state"] for each in zip(models, optimizers, strict=True)]
     assert list(states[0]) == list(states[1]) and states[1]["head.weight"]["exp_avg"].shape == (OUT, DIM)
     assert list(get_model_state_dict(models[1])) == list(models[0].state_dict()) == list(models[1].state_dict())
-
-
-def test_five_ranks_of_which_some_have_fewer_rows() -> None:
-    torch.manual_seed(0)
-    model = Small()  # made once: the ranks are threads, with one random generator
-
-    def body(rank: int, world_size: int) -> None:
-        run(pair(4, copy.deepcopy(model)), rank)
-
-    run_threads(5, body)
 
 
 def test_without_sharding_nothing_changes() -> None:
@@ -86,7 +69,6 @@ def test_without_sharding_nothing_changes() -> None:
 @on_ranks(2)
 def test_an_embedding_is_exact(rank: int, world_size: int) -> None:
     """Also for repeated, padded and negative indices, and in the gradient, which is dense and has no row of padding."""
-    torch.manual_seed(0)
     whole = nn.Embedding(VOCAB, DIM, padding_idx=40)
     tiled = tile(copy.deepcopy(whole), 7)
     models = (fully_shard(whole), fully_shard(tiled))
@@ -111,37 +93,25 @@ def test_an_embedding_is_exact(rank: int, world_size: int) -> None:
         {"zero": ZeroPolicy(stage=2)},
         {"zero": ZeroPolicy(stage=0)},
         {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
-        {"mp_policy": MixedPrecisionPolicy(all_gather_dtype=torch.int8)},
     ],
-    ids=["bf16", "keeps", "stage2", "stage0", "offload", "int8"],
+    ids=["bf16", "keeps", "stage2", "stage0", "offload"],
 )
 @on_ranks(2)
 def test_options(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    """Every unit of a tile has the options of the layer. (Integers have a scale for each 256 elements, of a tile.)"""
-    is_exact = "all_gather_dtype=torch.int8" not in str(options)
+    """Every unit of a tile has the options of the layer."""
     models = pair(**options)
     for step in range(2):
-        if is_exact:
-            run(models, rank, step, atol=1e-2 if "bfloat16" in str(options) else 1e-6)
-        else:
-            for each in models:
-                each(tokens_of(step, rank)).square().mean().backward()
-            assert_same_roughly(*models)
+        run(models, rank, step, atol=1e-2 if "bfloat16" in str(options) else 1e-6)
     assert [name for name, _ in models[1].named_parameters() if "tiles" in name] == []
 
 
-def assert_same_roughly(whole: nn.Module, tiled: nn.Module) -> None:
-    for one, other in zip(whole.parameters(), tiled.parameters(), strict=True):
-        torch.testing.assert_close(local(other.grad), local(one.grad), rtol=0.1, atol=1e-3)
-
-
-@pytest.mark.parametrize("kind", ["hsdp", "smaller", "accumulation", "unused", "last"])
+@pytest.mark.parametrize("kind", ["hsdp", "smaller", "accumulation", "unused", "last", "reentrant"])
 @on_ranks(4)
 def test_meshes_and_accumulation(rank: int, world_size: int, kind: str) -> None:
     options: dict[str, Any] = {"mesh": mesh_2d(2, 2)} if kind in ("hsdp", "last") else {}
     if kind == "smaller":
         options["reshard_after_forward"] = 2
-    models = pair(**options)
+    models = pair(3, Small(True if kind == "reentrant" else None), **options)
     if kind == "unused":
         for each in models:
             each.set_reduce_scatter_unused_params(True)
@@ -156,19 +126,9 @@ def test_meshes_and_accumulation(rank: int, world_size: int, kind: str) -> None:
     assert_same(*models, atol=1e-6)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@on_ranks(2)
-def test_activation_checkpointing(rank: int, world_size: int, use_reentrant: bool) -> None:
-    torch.manual_seed(0)
-    models = pair(3, Small(use_reentrant))
-    for step in range(2):
-        run(models, rank, step)
-
-
 @on_ranks(2)
 def test_frozen_weights_and_no_bias(rank: int, world_size: int) -> None:
     """A frozen weight has no gradient, and its inputs have theirs; it may be frozen later."""
-    torch.manual_seed(0)
     models = pair(3, Small(bias=False))
     for step, trains in enumerate((True, False, True)):
         for each in models:
@@ -206,9 +166,7 @@ def counting(found: list[int]) -> Iterator[None]:
 @pytest.mark.parametrize("recomputes", [False, True])
 @on_ranks(2)
 def test_two_tiles_are_in_memory_at_most(rank: int, world_size: int, recomputes: bool, has_streams: bool) -> None:
-    """In forward, in the recomputation of layer and loss, and in backward: the tile that computes, and another one.
-    (With streams a recomputation had three: the last one that was resharded was in memory still.)"""
-    torch.manual_seed(0)
+    """The tile that computes, and another one. (With streams a recomputation had three.)"""
     out, dim, tiles = 8192, 256, 8  # large enough for the direct lane: the packed one has a buffer of its own
     head = tile(nn.Linear(dim, out, bias=False), tiles)
     one_tile = out * dim * 4 // tiles
@@ -235,7 +193,6 @@ def test_two_tiles_are_in_memory_at_most(rank: int, world_size: int, recomputes:
 @on_ranks(2)
 def test_tiles_are_gathered_one_after_the_other(rank: int, world_size: int) -> None:
     """In forward each is gathered while the one before it computes; backward takes them in the reverse order."""
-    torch.manual_seed(0)
     head = tile(nn.Linear(DIM, OUT), 3)
     model = fully_shard(nn.Sequential(nn.Tanh(), head))
     model(torch.randn(2, DIM)).sum().backward()
@@ -252,7 +209,6 @@ def test_tiles_are_gathered_one_after_the_other(rank: int, world_size: int) -> N
 @on_ranks(2)
 def test_ways_to_shard(rank: int, world_size: int) -> None:
     """A tiled layer is a unit of its own, whoever shards it: a policy, a list, or a module around it."""
-    torch.manual_seed(0)
     plain = Small()
     results = []
     for way in ("alone", "around", "list", "policy"):
@@ -297,41 +253,35 @@ def test_what_tile_refuses() -> None:
         tile(tile(nn.Linear(3, 4), 2), 2)
 
 
+def tied_and_tiled() -> Any:
+    model: Any = Small()
+    model.head = nn.Linear(DIM, VOCAB, bias=False)
+    model.head.weight = model.embed.weight
+    tile(model.head, 3)
+    return model
+
+
 @on_ranks(2)
 def test_what_fully_shard_refuses(rank: int, world_size: int) -> None:
     """Before anything is changed."""
-
-    def tied() -> Any:
-        model: Any = Small()
-        model.head = nn.Linear(DIM, VOCAB, bias=False)
-        model.head.weight = model.embed.weight
-        return model
-
-    model = tied()
-    tile(model.head, 3)
+    model = tied_and_tiled()
     with pytest.raises(UnsupportedError, match="'weight' of this tiled TiledLinear is tied to another module's"):
         fully_shard(model)
     assert type(model.head.weight) is nn.Parameter and not isinstance(model, fsdp2.FSDPModule)
     fully_shard(model.embed)
     with pytest.raises(UnsupportedError, match="is tied"):
         fully_shard(model.head)
-    model = tied()
-    tile(model.head, 3)
+    model = tied_and_tiled()
     fully_shard(model.head)
     with pytest.raises(UnsupportedError, match=r"'embed\.weight' is tied to 'weight' of a tiled layer"):
         fully_shard(model)
-    for options, text in (
-        ({"shard_placement_fn": lambda param: torch.distributed.tensor.Shard(param.ndim - 1)}, "dim 0"),
-        ({"ignored_params": "bias"}, "ignored_params"),
-    ):
-        layer = tile(nn.Linear(4, 6), 2)
-        if "ignored_params" in options:
-            options = {"ignored_params": {layer.bias}}
-        with pytest.raises(UnsupportedError, match=text):
-            fully_shard(layer, **options)
+    layer = tile(nn.Linear(4, 6), 2)
+    with pytest.raises(UnsupportedError, match="dim 0"):
+        fully_shard(layer, shard_placement_fn=lambda param: torch.distributed.tensor.Shard(param.ndim - 1))
+    with pytest.raises(UnsupportedError, match="ignored_params"):
+        fully_shard(layer, ignored_params={layer.bias})
     with pytest.raises(MisuseError, match="sharded already"):
         tile(fully_shard(nn.Linear(4, 6)), 2)
-    layer = tile(nn.Linear(4, 6), 2)
     with torch.no_grad():
         layer.weight = nn.Parameter(torch.randn(4, 6).t())
     with pytest.raises(UnsupportedError, match="not contiguous"):

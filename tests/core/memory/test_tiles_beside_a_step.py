@@ -140,16 +140,10 @@ def test_a_failing_step_leaves_nothing_behind(rank: int, world_size: int) -> Non
     hooked: list[int] = []
     models[1].head.weight.register_post_accumulate_grad_hook(lambda param: hooked.append(1))
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
+    def fail(grad: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
 
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            raise RuntimeError("on purpose")
-
-    middle = models[1].head.tiles[1].register_forward_pre_hook(lambda module, args: (Fails.apply(args[0]),))
+    middle = models[1].head.tiles[1].register_forward_pre_hook(lambda _, args: args[0].register_hook(fail) and None)
     with pytest.raises(RuntimeError, match="on purpose"):
         models[1](tokens_of(0, rank)).sum().backward()
     middle.remove()
