@@ -16,7 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, events, fully_shard
-from tests.helpers.parity_models import assert_same, batch, local, shard_like
+from tests.helpers.models import linears
+from tests.helpers.parity_models import (
+    assert_same,
+    batch,
+    count,
+    full,
+    local,
+    shard_like,
+)
 from tests.helpers.ranks import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -40,30 +48,12 @@ class Notes(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("param_dtype", "reduce_dtype", "compute", "reduced"),
-    [
-        (BF16, FP32, BF16, FP32),
-        (BF16, BF16, BF16, BF16),
-        (BF16, None, BF16, FP32),
-        (None, BF16, FP32, BF16),
-        (None, None, FP32, FP32),
-        (torch.float16, FP32, torch.float16, FP32),
-    ],
-)
-def test_dtypes(
-    rank: int,
-    world_size: int,
-    param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    compute: torch.dtype,
-    reduced: torch.dtype,
-) -> None:
-    """Behaviour 113-115: gather and compute in param_dtype, reduce in reduce_dtype, keep the original dtype.
-
-    reduce_dtype=None is the original dtype, as in torch 2.15.
-    """
+@pytest.mark.parametrize("param_dtype", [None, BF16])
+@pytest.mark.parametrize("reduce_dtype", [None, BF16])
+def test_dtypes(rank: int, world_size: int, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
+    """Behaviour 113-115: gather and compute in param_dtype, reduce in reduce_dtype, keep the original dtype."""
     model: Any = fully_shard(Notes(), mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
+    compute, reduced = param_dtype or FP32, reduce_dtype or FP32
     optim = torch.optim.AdamW(model.parameters())
     with events.record() as log:
         loss = model(batch(0, rank, 4)).sum()
@@ -129,39 +119,10 @@ def test_inputs(rank: int, world_size: int, cast: bool) -> None:
     floating = BF16 if cast else torch.float64
     assert dtype == (BF16 if cast else FP32)
     assert [t.dtype for t in in_list] == [floating, torch.int64]
-    assert (inputs.a.dtype, inputs.rest["deep"][0].dtype, inputs.rest["deep"][1].dtype) == (
-        floating,
-        torch.int64,
-        floating,
-    )
+    assert [t.dtype for t in (inputs.a, *inputs.rest["deep"])] == [floating, torch.int64, floating]
     assert kwargs["key"]["x"].dtype == floating
     assert kwargs["text"] == "t"
     assert double.dtype == torch.float64
-
-
-class Wrapper(nn.Module):
-    """No parameters of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Notes()
-        self.seen: torch.dtype | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = x.dtype
-        return self.inner(x.float())
-
-
-@on_ranks(2)
-def test_inputs_of_each_unit(rank: int, world_size: int) -> None:
-    """Behaviour 116: each sharded module casts its inputs, the root without parameters too."""
-    policy = MixedPrecisionPolicy(param_dtype=BF16)
-    model: Any = Wrapper()
-    fully_shard(model.inner, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    model(batch(0, rank, 4)).sum().backward()
-    assert model.seen == BF16
-    assert model.inner.seen == [(BF16, BF16)]
 
 
 class Outputs(nn.Module):
@@ -177,8 +138,7 @@ class Outputs(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("param_dtype", [None, BF16])
 def test_outputs(rank: int, world_size: int, param_dtype: torch.dtype | None) -> None:
-    """Behaviour 117: output_dtype reaches every floating tensor in the output, whatever param_dtype is; containers
-    stay."""
+    """Behaviour 117: output_dtype reaches every floating tensor in the output; containers stay."""
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=FP32, output_dtype=torch.float16)
     model: Any = fully_shard(Outputs(), mp_policy=policy)
     out = model(batch(0, rank, 4))
@@ -284,25 +244,6 @@ def test_frozen_parameter_of_another_dtype(rank: int, world_size: int) -> None:
     assert model.second.to_local().dtype == torch.float8_e4m3fn
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("resharded", [True, False], ids=["resharded", "unsharded"])
-def test_unfreezing_a_frozen_group(rank: int, world_size: int, resharded: bool) -> None:
-    """Behaviour 24, 120: all frozen at the first forward, trained later: reduced in the dtype that was asked for.
-
-    The root stays unsharded after that forward: unfreezing must work there as well as after `reshard()`.
-    """
-    model: Any = fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(BF16, FP32))
-    model.requires_grad_(False)
-    model(batch(0, rank, 4))
-    if resharded:
-        model.reshard()
-    model.requires_grad_(True)
-    with events.record() as log:
-        model(batch(0, rank, 4)).sum().backward()
-    assert wire_dtypes(log, "reduce_scatter") == [FP32]
-    assert model.weight.grad.dtype == FP32
-
-
 class UsedTwice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -317,8 +258,7 @@ class UsedTwice(nn.Module):
 def test_gradients_of_several_uses_are_added_in_the_reduce_dtype(
     rank: int, world_size: int, reduce_dtype: torch.dtype | None
 ) -> None:
-    """In one backward: 1 + 2**-9 needs more bits than bf16 has. torch's FSDP2 rounds the sum to bf16 before it
-    reduces it in fp32."""
+    """In one backward: 1 + 2**-9 needs more bits than bf16 has. torch's FSDP2 rounds the sum to bf16 first."""
     x, expected = torch.tensor([1.0, 2**-9]), 1 + 2**-9
     gradients = []
     for api in (torch.distributed.fsdp, fsdp2):
@@ -327,3 +267,77 @@ def test_gradients_of_several_uses_are_added_in_the_reduce_dtype(
         gradients.append(model.weight.grad.full_tensor())
     assert torch.equal(gradients[0], torch.ones(4))
     assert torch.equal(gradients[1], torch.full((4,), expected))
+
+
+# --- a compute dtype for each parameter -------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """A norm, which is to stay in fp32, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x.to(self.norm.weight.dtype)).to(self.linear.weight.dtype))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("keep", [torch.float32, None, torch.bfloat16])
+def test_param_dtype_override(rank: int, world_size: int, keep: torch.dtype | None) -> None:
+    """Behaviour 122: called once for each parameter, in `fully_shard`; the original dtype keeps it from being cast."""
+    model: Any = Normed()
+    norms, everything = set(model.norm.parameters()), list(model.parameters())
+    asked: list[Tensor] = []
+
+    def override(param: nn.Parameter) -> torch.dtype | None:
+        asked.append(param)
+        return keep if param in norms else None
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, param_dtype_override_fn=override)
+    fully_shard(model, mp_policy=policy)
+    assert len(asked) == len(everything) and {id(param) for param in asked} == {id(param) for param in everything}
+    seen: list[torch.dtype] = []
+    model.norm.register_forward_hook(lambda *_: seen.extend(param.dtype for param in model.parameters()))
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    with events.record() as log:
+        loss = model(batch(0, rank, 4)).sum()
+    loss.backward()
+    kept = keep or torch.bfloat16
+    assert seen == [torch.bfloat16, kept, kept, torch.bfloat16, torch.bfloat16], "inputs are cast all the same"
+    assert count(log, "all_gather") == {"all_gather": 1}
+    assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
+    assert_close(full(model.linear.bias.grad), torch.full((4,), 3.0))
+    assert len(asked) == len(everything)
+
+
+@on_ranks(2)
+def test_param_dtype_override_of_managed_parameters(rank: int, world_size: int) -> None:
+    """Behaviour 122: not called for ignored parameters, nor for those of units below, and once for a tied one."""
+    model: Any = linears(3)
+    model[2].weight = model[1].weight
+    fully_shard(model[0])
+    asked: list[Tensor] = []
+    managed = [model[1].weight, model[1].bias]
+    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=asked.append)
+    fully_shard(model, mp_policy=policy, ignored_params={model[2].bias})
+    assert [id(param) for param in asked] == [id(param) for param in managed]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("value", [torch.float16, torch.int32, "float32", 1])
+def test_param_dtype_override_values(rank: int, world_size: int, value: Any) -> None:
+    """Behaviour 122: param_dtype, the original dtype, or None; the error names parameter and value."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: value)
+    with pytest.raises(ValueError, match=r"0\.weight") as info:
+        fully_shard(linears(1), mp_policy=policy)
+    assert str(value) in str(info.value)
+
+
+def test_param_dtype_override_is_keyword_only() -> None:
+    """Behaviour 122: not the fifth positional argument."""
+    with pytest.raises(TypeError):
+        MixedPrecisionPolicy(torch.bfloat16, None, None, True, lambda param: None)  # type: ignore[misc]
+    assert MixedPrecisionPolicy().param_dtype_override_fn is None

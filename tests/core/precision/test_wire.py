@@ -17,10 +17,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, events, fully_shard
+from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, events, fully_shard
+from fsdp2.extras import int8
+from fsdp2.extras.int8 import quantise
 from tests.helpers.models import error_of
-from tests.helpers.parity_models import Block, Stack, TiedLm, batch, full, local, mesh_2d, shard_blocks, shard_like
+from tests.helpers.one_process import in_units
+from tests.helpers.parity_models import Block, Stack, TiedLm, batch, full, local, mesh_2d, shard_like
 from tests.helpers.ranks import on_ranks
+from tests.helpers.refused_by_torch import Convolutions
+from tests.helpers.two_layers import X, backward_of, sharded_layers, zero_shards
 
 BLOCK = 256
 BF16 = torch.bfloat16
@@ -73,14 +78,11 @@ def same_everywhere(tensor: Tensor) -> bool:
 
 
 def check_rounding(model: nn.Module, exact: dict[str, Tensor], num_shards: int) -> None:
-    """Unsharded parameters: the same on all ranks, and at most half a step of their block from the sharded ones, which
-    are `exact`. A rank looks at its own shard; together they look at all."""
+    """Unsharded parameters are the same on all ranks, and at most half a step of their block from the sharded ones."""
     gathered, worst = unsharded(model), 0.0
     for name, param in model.named_parameters():
         mine = local(param).detach()
-        assert torch.equal(mine, shard_like(exact[name], param).to(mine.dtype)), (
-            f"{name}: the sharded parameter changed"
-        )
+        assert torch.equal(mine, shard_like(exact[name], param).to(mine.dtype)), f"the shard of {name} changed"
         assert same_everywhere(gathered[name]), f"{name} differs between ranks"
         flat, got = in_memory(mine), in_memory(shard_like(gathered[name], param)).float()
         # The compute dtype rounds once more.
@@ -102,19 +104,6 @@ def stack(**sizes: int) -> Stack:
     return model
 
 
-class Convolutions(nn.Module):
-    """(batch, 8) -> (batch, 4); channels last, and dims that divide by nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 11, 5).to(memory_format=torch.channels_last)
-        self.out = nn.Linear(11, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        image = x.sum(1).view(-1, 1, 1, 1).expand(-1, 3, 6, 6).contiguous(memory_format=torch.channels_last)
-        return self.out(self.conv(image).tanh().mean((2, 3)))
-
-
 def shard_dim_1(param: nn.Parameter) -> Shard:
     return Shard(1 if param.dim() > 1 else 0)
 
@@ -134,7 +123,6 @@ def frozen_stack() -> nn.Module:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "uneven": (stack, {}),
-    "large": (lambda: stack(dim=8, hidden=600, depth=1), {}),
     "dim_1": (lambda: stack(hidden=600), {"shard_placement_fn": shard_dim_1}),
     "channels_last": (Convolutions, {}),
     "tied": (tied, {}),
@@ -148,9 +136,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 def test_int8_error_is_half_a_step(rank: int, world_size: int, case: str) -> None:
     """For every shape, layout and dtype; before training, and after an optimizer step."""
     build, options = CASES[case]
-    torch.manual_seed(0)
     plain = build()
-    model = shard_blocks(fsdp2, copy.deepcopy(plain), **{"mp_policy": INT8, **options})
+    model = in_units(plain, **{"mp_policy": INT8, **options})
     check_rounding(model, dict(plain.named_parameters()), world_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch(0, rank)).float().square().mean().backward()
@@ -161,56 +148,22 @@ def test_int8_error_is_half_a_step(rank: int, world_size: int, case: str) -> Non
 @on_ranks(2)
 def test_int8_with_one_row_on_the_last_rank(rank: int, world_size: int) -> None:
     """Three rows over two ranks. On the second, the scales have one row, as has its shard."""
-    torch.manual_seed(0)
     plain = nn.Linear(8, 3)
     check_rounding(fully_shard(copy.deepcopy(plain), mp_policy=INT8), dict(plain.named_parameters()), world_size)
 
 
 @on_ranks(4)
-def test_int8_with_hsdp_is_the_same_on_all_replicas(rank: int, world_size: int) -> None:
-    """The blocks are those of the shard axis, so replicas compute with the same numbers."""
-    torch.manual_seed(0)
-    plain = stack()
-    model = shard_blocks(fsdp2, copy.deepcopy(plain), mp_policy=INT8, mesh=mesh_2d(2, 2))
-    check_rounding(model, dict(plain.named_parameters()), 2)
-
-
-@on_ranks(4)
 def test_int8_backward_gather_from_the_smaller_mesh(rank: int, world_size: int) -> None:
-    """Behaviour 74: what a smaller group gathers before backward is bit by bit what forward computed with: the copies
-    are of the unsharded parameters, not quantised again."""
-    torch.manual_seed(0)
-    model = shard_blocks(fsdp2, stack(hidden=64), mp_policy=INT8, reshard_after_forward=2)
-    seen: dict[str, list[dict[str, Tensor]]] = {}
-
-    def watch(name: str, block: nn.Module) -> None:
-        def note(*_: Any) -> None:
-            params = {key: param.detach().clone() for key, param in block.named_parameters()}
-            seen.setdefault(name, []).append(params)
-
-        # Within the block: there its parameters are unsharded in forward and in backward.
-        block.norm.register_forward_hook(note)
-        block.norm.register_forward_hook(lambda _module, _args, output: output.register_hook(note) and None)
-
-    for name, block in model.blocks.named_children():
-        watch(name, block)
-    for step in range(3):
-        seen.clear()
-        with events.record() as log:
-            loss = model(batch(step, rank)).square().mean()
-        forward_ranks = {event.group_size for event in log if event.kind == "all_gather"}
+    """Behaviour 74: it brings what forward computed with, and does not quantise again: the same gradients."""
+    plain = stack(hidden=64)
+    models = [in_units(plain, mp_policy=INT8, reshard_after_forward=raf) for raf in (2, True)]
+    for model, size in zip(models, (2, 4), strict=True):
+        loss = model(batch(0, rank)).square().mean()
         with events.record() as log:
             loss.backward()
-        backward_ranks = {event.group_size for event in log if event.kind == "all_gather"}
-        assert (forward_ranks, backward_ranks) == ({4}, {2})
-        assert len(seen) == 3
-        for forward, backward in seen.values():
-            for name, value in forward.items():
-                assert torch.equal(value, backward[name]), name
-                assert same_everywhere(value)
-    for unit in units_of(model):
-        unit.reshard()
-    check_rounding(model, {name: full(param.detach()) for name, param in model.named_parameters()}, world_size)
+        assert {event.group_size for event in log if event.kind == "all_gather"} == {size}
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(local(one.grad), local(other.grad))
 
 
 @on_ranks(2)
@@ -257,13 +210,11 @@ def one_process(
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ["int8", "wire", "both"])
 def test_training_is_one_process_that_rounds(rank: int, world_size: int, kind: str, accumulate: int) -> None:
-    """In each of five steps losses and gradients are those of one process that rounds
-    parameters and gradients in the same places. Between the two are fp32's own roundings: 1e-5 of the largest value;
-    with bf16 gradients a rounding may fall on the other side, which moves the mean by one step of bf16 / world_size."""
+    """Between the two are fp32's own roundings: 1e-5 of the largest value. With bf16 gradients a rounding may fall on
+    the other side, which moves the mean by one step of bf16 / world_size."""
     policy = {"int8": INT8, "wire": WIRE, "both": BOTH}[kind]
-    torch.manual_seed(0)
     plain = stack(hidden=70)
-    model = shard_blocks(fsdp2, copy.deepcopy(plain), mp_policy=policy)
+    model = in_units(plain, mp_policy=policy)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.3, momentum=0.5) for each in (model, plain)]
     first = None
 
@@ -296,10 +247,10 @@ def test_training_is_one_process_that_rounds(rank: int, world_size: int, kind: s
 
 @on_ranks(4)
 def test_wire_with_hsdp(rank: int, world_size: int) -> None:
-    """bf16 over the shard axis only; the all-reduce over the replicas stays in fp32, and so does the sum."""
-    torch.manual_seed(0)
+    """bf16 over the shard axis only, fp32 over the replicas; these compute with the same integers."""
     plain = stack()
-    model = shard_blocks(fsdp2, copy.deepcopy(plain), mp_policy=BOTH, mesh=mesh_2d(2, 2))
+    model = in_units(plain, mp_policy=BOTH, mesh=mesh_2d(2, 2))
+    check_rounding(model, dict(plain.named_parameters()), 2)
     with events.record() as log:
         model(batch(0, rank)).square().mean().backward()
     assert {event.dtype for event in log if event.kind == "reduce_scatter"} == {BF16}
@@ -341,16 +292,12 @@ def test_bytes_on_the_wire(rank: int, world_size: int, param_dtype: torch.dtype 
     assert nbytes(logs["plain"], "reduce_scatter")[""] == sum(numels) * 4
 
 
-# --- the error of a sum -----------------------------------------------------------------------------------------------
-
-
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
 def test_fp16_on_the_wire_overflows_visibly(rank: int, world_size: int) -> None:
-    """A sum beyond fp16's range is fine, since it is formed in fp32; a single gradient beyond it is inf, for
-    the gradient scaler to see, and never a wrong number."""
+    """A sum beyond fp16's range is formed in fp32; a single gradient beyond it is inf, for the scaler to see."""
     model = nn.Linear(1, 4, bias=False)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_scatter_dtype=torch.float16))
     model.set_gradient_divide_factor(1.0)
@@ -370,3 +317,57 @@ def test_options_that_torch_does_not_have(rank: int, world_size: int) -> None:
     assert "bfloat16" in error_of(ValueError, lambda: MixedPrecisionPolicy(reduce_scatter_dtype=torch.float8_e5m2))
     model: Any = fully_shard(Block(8, 4), mp_policy=WIRE)
     assert "reduce_scatter_dtype" in error_of(ValueError, lambda: model.set_custom_reduce_scatter(object()))
+
+
+# --- int8 with other features -----------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("original_lives", [True, False])
+def test_a_copy_gathers_its_own_weights(rank: int, world_size: int, original_lives: bool) -> None:
+    """It computed with the original's weights, or failed when that is gone (an EMA, a teacher)."""
+    model = sharded_layers(mp_policy=INT8)
+    backward_of(model)
+    copied = copy.deepcopy(model)
+    if original_lives:
+        model.reshard()
+        zero_shards(model)
+    else:
+        del model
+    assert copied(X).abs().sum() > 0
+
+
+@on_ranks(4)
+def test_int8_with_a_secondary_shard(rank: int, world_size: int) -> None:
+    """qwZ and hpZ are two halves of ZeRO++: together, backward failed."""
+    model = sharded_layers(mp_policy=INT8, zero=ZeroPolicy(secondary_shard_size=2))
+    backward_of(model)
+
+
+@on_ranks(2)
+def test_int8_after_a_first_forward_in_inference_mode(rank: int, world_size: int) -> None:
+    """Plain parameters can do this: validate before the first step."""
+    model = sharded_layers(mp_policy=INT8)
+    with torch.inference_mode():
+        model(X)
+    backward_of(model)
+
+
+@on_ranks(2)
+def test_int8_follows_a_conversion(rank: int, world_size: int) -> None:
+    """Behaviour 33, 35: a conversion between steps, with `all_gather_dtype`."""
+    model = sharded_layers(mp_policy=INT8)
+    backward_of(model)
+    model.zero_grad()
+    model.to(torch.bfloat16)
+    backward_of(model, X.bfloat16())
+
+
+@on_ranks(2)
+def test_a_unit_is_quantised_in_one_call(rank: int, world_size: int) -> None:
+    """There was one for each parameter, which on a device is a launch of ten kernels."""
+    model, calls = sharded_layers(mp_policy=INT8), []
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(int8, "quantise", lambda values: calls.append(values.shape) or quantise(values))
+        model[0].unshard()
+    assert len(calls) == 1 and len(list(model[0].parameters())) == 2
