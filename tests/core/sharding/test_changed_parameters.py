@@ -10,12 +10,20 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from fsdp2 import MixedPrecisionPolicy, Offload, OrderError, ZeroPolicy, events, fully_shard, offload_optimizer
+from fsdp2 import MixedPrecisionPolicy, Offload, OrderError, ZeroPolicy, fully_shard, offload_optimizer
 from fsdp2.runtime.root import units_below
 from tests.helpers.extensions import layers_in_pieces
-from tests.helpers.parity_models import count
+from tests.helpers.one_process import in_units
 from tests.helpers.ranks import on_ranks
-from tests.helpers.two_layers import X, assert_same_gradients, backward_of, sharded_layers, two_layers, zero_shards
+from tests.helpers.two_layers import (
+    X,
+    assert_same_gradients,
+    backward_of,
+    sharded_layers,
+    train,
+    two_layers,
+    zero_shards,
+)
 
 
 @on_ranks(2)
@@ -67,54 +75,30 @@ STEPS: dict[str, Any] = {
 @pytest.mark.parametrize("stays", STAYS)
 @pytest.mark.parametrize("steps", STEPS)
 def test_a_forward_between_backward_and_step(rank: int, world_size: int, stays: str, steps: str) -> None:
-    """Behaviour 77: an evaluation leaves parameters unsharded, or copies on the smaller mesh, and then the optimizer
-    steps. Each training step was made with the weights of the step before. (torch's operators on lists of tensors do
-    not count as changes of a DTensor.)"""
+    """Behaviour 77: each training step was made with the weights of the step before."""
     plain, model = two_layers(), two_layers()
     for module in (model[0], model):
         fully_shard(module, **STAYS[stays])
     for each in (plain, model):
-        optimizer = STEPS[steps](each.parameters())
-        for _ in range(3):
-            backward_of(each)
-            with torch.no_grad():
-                each(X)
-            optimizer.step()
-            optimizer.zero_grad()
-    backward_of(model)
-    backward_of(plain)
+        train(each, evaluates=True, make=STEPS[steps])
     assert_same_gradients(model, plain)
 
 
-class Skipping(nn.Module):
-    """Evaluations may leave out the second layer."""
+class Skipping(nn.Sequential):
+    """Evaluations leave out the second layer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:
-        x = self.one(x)
-        return x if skips else self.two(x)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if torch.is_grad_enabled() else self[0](x)
 
 
 @on_ranks(2)
 def test_what_was_gathered_ahead_is_old(rank: int, world_size: int) -> None:
     """Behaviour 77: and nobody has used it before the optimizer stepped."""
-    plain, model = Skipping(), Skipping()
-    for layer in (model.one, model.two):
-        fully_shard(layer)
-    fully_shard(model)
-    model.one.set_modules_to_forward_prefetch([model.two])
+    plain = Skipping(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = in_units(plain)
+    model[0].set_modules_to_forward_prefetch([model[1]])
     for each in (plain, model):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        backward_of(each)
-        with torch.no_grad():
-            each(X, skips=True)
-        optimizer.step()
-        optimizer.zero_grad()
-        backward_of(each)
+        train(each, evaluates=True)
     assert_same_gradients(model, plain)
 
 
@@ -125,15 +109,6 @@ def test_sharded_in_inference_mode(rank: int, world_size: int) -> None:
         model = sharded_layers()
         assert_close(model(X), two_layers()(X))
         assert_close(model(X), two_layers()(X))
-
-
-@on_ranks(2)
-def test_what_has_not_changed_is_not_gathered_again(rank: int, world_size: int) -> None:
-    model = sharded_layers(reshard_after_forward=False)
-    with torch.no_grad(), events.record() as log:
-        model(X)
-        model(X)
-    assert count(log, "all_gather") == {"all_gather": 2}
 
 
 @on_ranks(2)
@@ -175,9 +150,7 @@ def test_hooks_that_are_set_after_a_step(rank: int, world_size: int) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("how", ["forward without backward", "unsynced backward"])
 def test_inner_shards_follow_the_parameters(rank: int, world_size: int, how: str) -> None:
-    """docs/design.md, "Assumptions": parameters may change between a backward and the next forward. After either of
-    these the module holds the sharded parameters, and without `shard_replicas` the next forward sees what they have
-    become."""
+    """docs/design.md, "Assumptions": parameters may change between a backward and the next forward."""
     model = sharded_layers(zero=ZeroPolicy(shard_size=2, shard_replicas=True))
     if how == "unsynced backward":
         model.set_requires_gradient_sync(False)
@@ -190,26 +163,17 @@ def test_inner_shards_follow_the_parameters(rank: int, world_size: int, how: str
 
 
 @on_ranks(2)
-def test_stage_0_notices_a_step_between_forward_and_backward(rank: int, world_size: int) -> None:
-    """DDP and a plain module raise; torch's FSDP2 computes the gradient of the weights that forward used."""
-    model = sharded_layers(zero=ZeroPolicy(stage=0))
-    weight = model[2].weight
-    output = model(X)
-    with torch.no_grad():
-        weight.mul_(3)
-    with pytest.raises(RuntimeError, match="between forward and backward"):
-        output.square().mean().backward()
-
-
-@on_ranks(2)
-def test_grad_dtype_that_is_set_between_steps(rank: int, world_size: int) -> None:
-    """`Tensor.grad_dtype` of a sharded parameter after the first backward: worked in f44a8b9, raises since."""
+@pytest.mark.parametrize("then", ["backward", "load"])
+def test_grad_dtype_that_is_set_between_steps(rank: int, world_size: int, then: str) -> None:
+    """Behaviour 36: it raised, or the step after a load saw no new dtype. Waiting gradients have it too."""
     model = sharded_layers().to(torch.bfloat16)
     backward_of(model, X.bfloat16())
     model.zero_grad()
     for param in model.parameters():
         param.grad_dtype = torch.float32
-    model.set_requires_gradient_sync(False)  # waiting gradients have that dtype too
+    if then == "load":
+        model.load_state_dict(model.state_dict())
+    model.set_requires_gradient_sync(False)
     backward_of(model, X.bfloat16())
     waiting = [param.unsharded.grad for unit in units_below(model) for param in unit.params]
     assert waiting and all(grad.dtype == torch.float32 for grad in waiting)
@@ -235,21 +199,6 @@ def test_grad_dtype_that_is_set_while_shards_are_not_looked_at(rank: int, world_
         param.grad_dtype = torch.float32
     backward_of(model, X.bfloat16())
     assert all(param.grad.dtype == torch.float32 for param in params)
-
-
-@on_ranks(2)
-def test_grad_dtype_that_is_set_before_a_load(rank: int, world_size: int) -> None:
-    """Behaviour 36: the load looked at the parameters, and the step after it saw no new dtype."""
-    model = sharded_layers().to(torch.bfloat16)
-    backward_of(model, X.bfloat16())
-    model.zero_grad()
-    for param in model.parameters():
-        param.grad_dtype = torch.float32
-    model.load_state_dict(model.state_dict())
-    model.set_requires_gradient_sync(False)
-    backward_of(model, X.bfloat16())
-    waiting = [param.unsharded.grad for unit in units_below(model) for param in unit.params]
-    assert waiting and all(grad.dtype == torch.float32 for grad in waiting)
 
 
 @on_ranks(4)
@@ -302,21 +251,12 @@ def test_a_layer_is_taken_out(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("stays", ["evaluated", "kept"])
 def test_copies_of_whole_parameters_get_old(rank: int, world_size: int, stays: str) -> None:
-    """Behaviour 77, where parameters are whole on every rank and computed in another dtype: the copies in that dtype
-    were taken for the parameters themselves. What stayed gathered was never trained."""
+    """Behaviour 77: of parameters that are whole on every rank, copies in another dtype were taken for these."""
     mixed = MixedPrecisionPolicy(param_dtype=torch.float64)
     plain, model = two_layers(), fully_shard(two_layers(), zero=ZeroPolicy(stage=0), mp_policy=mixed)
     model.set_reshard_after_backward(stays != "kept")
     for each, x in ((plain, X), (model, X.double())):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for _ in range(3):
-            backward_of(each, x)
-            if stays == "evaluated":
-                with torch.no_grad():
-                    each(x)
-            optimizer.step()
-            optimizer.zero_grad()
-        backward_of(each, x)
+        train(each, x, evaluates=stays == "evaluated")
     model.reshard()
     assert_same_gradients(model, plain)
 
@@ -327,28 +267,21 @@ def test_copies_of_whole_parameters_get_old(rank: int, world_size: int, stays: s
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_part_is_converted_after_a_step(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    """Behaviour 33: its parameters get other memory. The unit went on gathering what was there before, while the
-    optimizer stepped the new one: nothing was trained."""
+    """Behaviour 33: its parameters get other memory. The unit gathered what was there before: nothing was trained."""
     plain, model = two_layers(), fully_shard(two_layers())
     for each in (plain, model):
         backward_of(each)
         each.zero_grad()
         for layer in (each[0], each[2]):
             layer.half().float().to(dtype)
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for _ in range(2):
-            backward_of(each, X.to(dtype))
-            optimizer.step()
-            optimizer.zero_grad()
-        backward_of(each, X.to(dtype))
+        train(each, X.to(dtype))
     assert_same_gradients(model, plain)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("then", ["forward", "state dict", "reshard"])
 def test_a_part_is_converted_while_unsharded(rank: int, world_size: int, then: str) -> None:
-    """The conversion reaches what the next gather replaces, and the gathers after it filled memory that nobody read: an
-    error; who goes on trains."""
+    """The conversion reaches what the next gather replaces: an error. After `reshard` it trains."""
     plain, model = two_layers(), fully_shard(two_layers())
     model.unshard()
     model[0].double().float()
@@ -357,11 +290,7 @@ def test_a_part_is_converted_while_unsharded(rank: int, world_size: int, then: s
             model(X) if then == "forward" else model.state_dict()
     model.reshard()
     for each in (plain, model):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            backward_of(each)
-            optimizer.step()
+        train(each)
     assert_same_gradients(model, plain)
 
 
@@ -390,8 +319,7 @@ def test_a_frozen_part_that_converts_itself(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("held", ["module's", "sharded"])
 @pytest.mark.parametrize("stays", ["smaller mesh", "root"])
 def test_frozen_after_an_evaluation(rank: int, world_size: int, stays: str, held: str) -> None:
-    """Behaviour 24: through the parameter that an optimizer holds, or the one in the module. The first was seen at the
-    next gather only, the second was forgotten with the copy on the smaller mesh."""
+    """Behaviour 24: through the parameter that an optimizer holds, or the one in the module, which was forgotten."""
     model = fully_shard(nn.Linear(8, 8), **STAYS[stays])
     weight = model.weight
     for is_frozen in (True, False):

@@ -1,5 +1,4 @@
-"""What may go into and come out of a sharded module, and how often it may be called (Behaviour 45-46, 52-56, 61-62,
-65)."""
+"""What may go into and come out of a sharded module, and how often it may be called (section F)."""
 
 from __future__ import annotations
 
@@ -16,16 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 from fsdp2 import MixedPrecisionPolicy, events, fully_shard
-from tests.helpers.parity_models import assert_gradients, batch, count, mean_gradients
+from tests.helpers.models import check_step, is_sharded, units
+from tests.helpers.one_process import check, in_units
+from tests.helpers.parity_models import batch, count
 from tests.helpers.ranks import on_ranks
 
 
-def check_gradients(
-    model: nn.Module, plain: nn.Module, world_size: int, rank: int, loss: Callable[..., Tensor]
-) -> None:
-    """`loss(model, rank)` and its backward on the sharded model, against the mean of all ranks' on the plain one."""
-    loss(model, rank).backward()
-    assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: loss(m, r).backward()))
+def backward(model: nn.Module, rank: int) -> None:
+    model(batch(0, rank, 4)).square().sum().backward()
 
 
 @on_ranks(2)
@@ -57,9 +54,8 @@ def test_order_against_user_hooks(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_forward_without_hooks(rank: int, world_size: int) -> None:
     """Behaviour 46: `.forward` itself sees sharded parameters, and says so."""
-    model = fully_shard(nn.Linear(4, 4))
     with pytest.raises(RuntimeError, match="DTensor"):
-        model.forward(batch(0, rank, 4))
+        fully_shard(nn.Linear(4, 4)).forward(batch(0, rank, 4))
 
 
 class Pair(NamedTuple):
@@ -93,15 +89,26 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] =
 }
 
 
+class Boxed(nn.Linear):
+    """Unpacks its input, and packs its output."""
+
+    def __init__(self, unpack: Any = None, pack: Any = None) -> None:
+        super().__init__(4, 4)
+        self.unpack, self.pack = unpack, pack
+
+    def forward(self, box: Any, other: int = 0) -> Any:
+        x = super().forward(self.unpack(box) if self.unpack else box)
+        return self.pack(torch.tanh(x)) if self.pack else x
+
+
 class Boxes(nn.Module):
-    """Two layers that talk in containers: the first packs its output, the second unpacks its input."""
+    """Two layers that talk in containers."""
 
     def __init__(self, kind: str, in_kwargs: bool) -> None:
         super().__init__()
         self.pack, self.unpack = CONTAINERS[kind]
         self.in_kwargs = in_kwargs
-        self.first = Packs(self.pack)
-        self.second = Unpacks(self.unpack)
+        self.first, self.second = Boxed(pack=self.pack), Boxed(unpack=self.unpack)
 
     def forward(self, x: Tensor) -> Tensor:
         box = self.first(x)
@@ -110,26 +117,6 @@ class Boxes(nn.Module):
         assert type(box) is type(self.pack(x))
         assert self.unpack(box) is before, "the caller's container was changed"
         return out
-
-
-class Packs(nn.Module):
-    def __init__(self, pack: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.pack = pack
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.pack(torch.tanh(self.layer(x)))
-
-
-class Unpacks(nn.Module):
-    def __init__(self, unpack: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.unpack = unpack
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, box: Any, other: int = 0) -> Tensor:
-        return self.layer(self.unpack(box))
 
 
 class Cache:
@@ -142,25 +129,17 @@ class Cache:
         self.owner = self
 
 
-class Caching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.key = nn.Linear(4, 4)
-        self.value = nn.Linear(4, 4)
-
+class Caching(nn.Linear):
     def forward(self, x: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
-        cache.keys[f"layer {len(cache.keys)}"] = self.key(torch.tanh(self.key(x)))
-        return self.value(x), cache
+        x = super().forward(x)
+        cache.keys[f"layer {len(cache.keys)}"] = super().forward(torch.tanh(x))
+        return x, cache
 
 
-class Cached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Caching() for _ in range(3))
-
+class Cached(nn.Sequential):
     def forward(self, x: Tensor) -> Cache:
         cache = Cache()
-        for layer in self.layers:
+        for layer in self:
             x, cache = layer(x, cache)
         return cache
 
@@ -168,16 +147,14 @@ class Cached(nn.Module):
 @on_ranks(2)
 def test_tensors_in_plain_objects(rank: int, world_size: int) -> None:
     """Behaviour 52: a loss reads tensors that a cache holds. Backward met freed weights ("storage of size 0")."""
-    plain = Cached()
-    model = copy.deepcopy(plain)
-    for module in [*model.layers, model]:
-        fully_shard(module, reshard_after_forward=True)
+    plain = Cached(*[Caching(4, 4) for _ in range(3)])
+    model = in_units(plain, reshard_after_forward=True)
 
-    def loss(model: nn.Module, rank: int) -> Tensor:
-        return torch.stack([*model(batch(0, rank, 4)).keys.values()]).square().sum()
+    def loss(model: nn.Module, rank: int) -> None:
+        torch.stack([*model(batch(0, rank, 4)).keys.values()]).square().sum().backward()
 
     with events.record() as log:
-        check_gradients(model, plain, world_size, rank, loss)
+        check(model, plain, rank, world_size, loss)
     assert count(log, "all_gather") == {"all_gather": 6}, "a layer hooked a tensor of another one"
 
 
@@ -187,12 +164,9 @@ def test_tensors_in_plain_objects(rank: int, world_size: int) -> None:
 def test_containers(rank: int, world_size: int, kind: str, in_kwargs: bool) -> None:
     """Behaviour 52, 53: pre- and post-backward fire from tensors in any container; the caller's stay as they are."""
     plain = Boxes(kind, in_kwargs)
-    model = copy.deepcopy(plain)
-    for layer in (model.first, model.second):
-        fully_shard(layer, reshard_after_forward=True)
-    fully_shard(model)
+    model = in_units(plain)
     with events.record() as log:
-        check_gradients(model, plain, world_size, rank, lambda m, r: m(batch(0, r, 4)).square().sum())
+        check(model, plain, rank, world_size, backward)
     order = [(event.kind, event.unit) for event in log]
     # The second's post-backward hangs on its input, which is in the container: it runs before the first's backward.
     assert order.index(("post_backward", "second")) < order.index(("pre_backward", "first"))
@@ -200,67 +174,29 @@ def test_containers(rank: int, world_size: int, kind: str, in_kwargs: bool) -> N
 
 @on_ranks(2)
 def test_dataclass_without_anything_to_do(rank: int, world_size: int) -> None:
-    """Behaviour 53: with nothing to cast and no gradient to follow, the module gets the caller's own dataclass
-    object."""
+    """Behaviour 53: with nothing to cast and no gradient to follow, the module gets the caller's own object."""
     seen = []
-    model = Unpacks(lambda box: seen.append(box) or box.value)
+    model = Boxed(lambda box: seen.append(box) or box.value)
     fully_shard(model)
     box = Out(batch(0, rank, 4))
     model(box).sum().backward()
     assert seen[0] is box
 
 
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        y.mul_(3)
-        z = self.second(y)
-        return z.add_(1)
-
-
-@on_ranks(2)
-def test_in_place_on_outputs(rank: int, world_size: int) -> None:
-    """Behaviour 54: changing a module's output in place is fine."""
-    plain = InPlace()
-    model = copy.deepcopy(plain)
-    for layer in (model.first, model.second):
-        fully_shard(layer)
-    fully_shard(model)
-    for _ in range(2):
-        model.zero_grad()
-        check_gradients(model, plain, world_size, rank, lambda m, r: m(batch(0, r, 4)).square().sum())
-
-
-class ScalesItsInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.mul_(2))
-
-
 @on_ranks(2)
 def test_in_place_on_inputs(rank: int, world_size: int) -> None:
     """Behaviour 54: changing an input that needs a gradient in place is refused by autograd, or works; never wrong."""
-    plain = nn.Sequential(nn.Linear(4, 4), ScalesItsInput())
-    model = copy.deepcopy(plain)
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+
+    class ScalesItsInput(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2))
+
+    plain = nn.Sequential(nn.Linear(4, 4), ScalesItsInput(4, 4))
     try:
-        loss = model(batch(0, rank, 4)).square().sum()
+        check(in_units(plain), plain, rank, world_size, backward)
     except RuntimeError as error:
         if "inplace" not in str(error):
             raise
-        return
-    loss.backward()
-    expected = mean_gradients(plain, world_size, lambda m, r: m(batch(0, r, 4)).square().sum().backward())
-    assert_gradients(model, expected)
 
 
 class Heads(nn.Module):
@@ -268,7 +204,7 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(4))
+        self.layers = self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(4))
 
     def forward(self, x: Tensor) -> tuple[Tensor | None, ...]:
         return self.heads[0](x), self.heads[1](x), self.heads[2](x), None
@@ -277,20 +213,17 @@ class Heads(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [True, False])
 def test_unused_outputs(rank: int, world_size: int, raf: bool) -> None:
-    """Behaviour 55: dropped and None outputs and idle submodules do not disturb later iterations; their grads are
-    None."""
+    """Behaviour 55: dropped and None outputs and idle submodules do not disturb later iterations; no gradients."""
     plain = Heads()
-    model = copy.deepcopy(plain)
-    for head in model.heads:
-        fully_shard(head, reshard_after_forward=raf)
-    fully_shard(model, reshard_after_forward=raf)
+    model = in_units(plain, reshard_after_forward=raf)
     for used in ([0], [2, 1], [1], [0, 1, 2], [2]):
-        model.zero_grad()
-        check_gradients(
-            model, plain, world_size, rank, lambda m, r, used=used: sum(m(batch(0, r, 4))[i].sum() for i in used)
-        )
+
+        def some(m: nn.Module, r: int, used: list[int] = used) -> None:
+            sum(m(batch(0, r, 4))[i].sum() for i in used).backward()
+
+        check(model, plain, rank, world_size, some)
         assert [head.weight.grad is not None for head in model.heads] == [i in used for i in range(4)]
-        assert all(isinstance(param, DTensor) for param in model.parameters())
+        assert is_sharded(model)
 
 
 class Repeats(nn.Module):
@@ -310,28 +243,21 @@ class Repeats(nn.Module):
 def test_several_calls_in_one_forward(rank: int, world_size: int, chained: bool) -> None:
     """Behaviour 56: k calls, k all-gathers in forward, one reduce-scatter in backward, the gradient of all calls."""
     plain = Repeats(chained)
-    model = copy.deepcopy(plain)
-    fully_shard(model.layer, reshard_after_forward=True)
-    fully_shard(model)
-    for _ in range(2):
-        model.zero_grad()
-        with events.record() as log:
-            loss = model(batch(0, rank, 4)).square().sum()
-        assert count(log, "all_gather") == {"all_gather": 3}
-        with events.record() as log:
-            loss.backward()
-        assert count(log, "reduce_scatter") == {"reduce_scatter": 1}
-        assert 1 <= count(log, "all_gather")["all_gather"] <= 3
-        assert_gradients(
-            model, mean_gradients(plain, world_size, lambda m, r: m(batch(0, r, 4)).square().sum().backward())
-        )
+    model = in_units(plain)
+    with events.record() as log:
+        loss = model(batch(0, rank, 4)).square().sum()
+    assert count(log, "all_gather") == {"all_gather": 3}
+    with events.record() as log:
+        loss.backward()
+    assert count(log, "reduce_scatter") == {"reduce_scatter": 1}
+    assert 1 <= count(log, "all_gather")["all_gather"] <= 3
+    check(model, plain, rank, world_size, backward)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(("raf", "gathers"), [(None, [3, 2, 2]), (True, [3, 3, 3]), (False, [3, 0, 0])])
 def test_no_grad(rank: int, world_size: int, raf: bool | None, gathers: list[int]) -> None:
-    """Behaviour 61: after a forward without gradients the modules hold shards, the root's too, unless the user asked
-    otherwise. The root's values are kept: while the shards do not change, they are not gathered again."""
+    """Behaviour 61: the modules hold shards, unless the user asked otherwise; the root's values are kept."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model = copy.deepcopy(plain)
     for layer in model[:2]:
@@ -344,51 +270,37 @@ def test_no_grad(rank: int, world_size: int, raf: bool | None, gathers: list[int
         assert count(log, "all_gather") == {"all_gather": expected}
         assert isinstance(model[2].weight, DTensor) == (raf is not False)
         assert isinstance(model[0].weight, DTensor) == (raf is not False)
-    check_gradients(model, plain, world_size, rank, lambda m, r: m(batch(0, r, 4)).square().sum())
+    check(model, plain, rank, world_size, backward)
 
 
 @on_ranks(2)
 def test_inference_mode(rank: int, world_size: int) -> None:
-    """Behaviour 61: inference works; training of the same model afterwards is right, or refused by autograd."""
+    """Behaviour 61: inference works, and training of the same model afterwards."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model = copy.deepcopy(plain)
+    model: Any = copy.deepcopy(plain)
     fully_shard(model[0])
     fully_shard(model)
     x = batch(0, rank, 4)
     for _ in range(2):
         with torch.inference_mode():
             assert_close(model(x), plain(x))
-    try:
-        loss = model(x).square().sum()
-    except RuntimeError as error:
-        if "nference" not in str(error):
-            raise
-        return
-    loss.backward()
-    assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: m(batch(0, r, 4)).square().sum().backward()))
+    check(model, plain, rank, world_size, backward)
 
 
 @on_ranks(2, 4)
 def test_no_unshard_in_backward(rank: int, world_size: int) -> None:
     """Behaviour 62: an embedding needs no weights in backward; its gradient is reduced all the same."""
     plain = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4))
-    model = copy.deepcopy(plain)
-    for layer in model:
-        fully_shard(layer, reshard_after_forward=True)
-    fully_shard(model)
+    model = in_units(plain)
     model[0].set_unshard_in_backward(False)
-    for step in range(2):
-        model.zero_grad()
-        tokens = torch.arange(5) + step
-        loss = model((tokens + rank) % 7).square().sum()
-        with events.record() as log:
-            loss.backward()
-        assert [event.unit for event in log if event.kind == "all_gather"] == ["1"]
-        assert sorted(event.unit for event in log if event.kind == "reduce_scatter") == ["0", "1"]
-        assert_gradients(
-            model,
-            mean_gradients(plain, world_size, lambda m, r, t=tokens: m((t + r) % 7).square().sum().backward()),
-        )
+
+    def of_tokens(m: nn.Module, r: int) -> None:
+        m((torch.arange(5) + r) % 7).square().sum().backward()
+
+    with events.record() as log:
+        check(model, plain, rank, world_size, of_tokens, times=2)
+    assert units(log, "all_gather") == ["0", "1", "1"] * 2
+    assert sorted(units(log, "reduce_scatter")) == ["0", "0", "1", "1"]
 
 
 @on_ranks(2)
@@ -404,3 +316,87 @@ def test_jvp_through_the_first_forward(rank: int, world_size: int) -> None:
     low = copy.deepcopy(plain).bfloat16()
     expected = torch.func.jvp(low, (x.bfloat16(),), (tangent.bfloat16(),))
     assert_close((out, out_tangent), expected)
+
+
+# --- outputs that are views, changed in place -------------------------------------------------------------------------
+
+
+class Viewed(nn.Module):
+    """(rows, 4) -> (rows, 2, 2), a view of what its layer computed; or a slice of it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return {"reshaped": x.view(-1, 2, 2), "sliced": x[:, 1:], "nested": x.view(-1, 2, 2)[:, 0]}[self.how]
+
+
+class InPlace(nn.Module):
+    """Two views, both changed in place by their caller."""
+
+    def __init__(self, how: str, change_base: bool) -> None:
+        super().__init__()
+        self.first = Viewed(how)
+        self.second = Viewed(how)
+        self.change_base = change_base
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y += 1.0
+        z = self.second(x + y.sum())
+        target = z._base if self.change_base else z
+        assert target is not None
+        target.mul_(2)
+        return z
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["reshaped", "sliced", "nested"])
+@pytest.mark.parametrize("change_base", [False, True])
+def test_in_place_change_of_a_view(rank: int, world_size: int, how: str, change_base: bool) -> None:
+    """Behaviour 54: in-place changes of outputs are fine, of views as well: same gradients, all units gathered."""
+    plain = InPlace(how, change_base)
+    model = in_units(plain, reshard_after_forward=True)
+    for step in range(2):
+        with events.record() as log:
+            check_step(model, plain, rank, world_size, step)
+        assert sorted(units(log, "all_gather")) == ["first", "first", "second", "second"]
+
+
+class Biased(nn.Module):
+    """Returns an input as it is, or a view of it, as blocks of T5 do with what they add to attention."""
+
+    def __init__(self, returns_view: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.returns_view = returns_view
+
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.linear(x) + bias), bias.view(4) if self.returns_view else bias
+
+
+class Passing(nn.Module):
+    def __init__(self, returns_view: bool) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(4))
+        self.blocks = nn.ModuleList([Biased(returns_view) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias * 2
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return x
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("returns_view", [False, True])
+def test_an_input_that_is_returned(rank: int, world_size: int, returns_view: bool) -> None:
+    """The hook on its base began the unit's backward again when it was over: all blocks were gathered once more."""
+    plain = Passing(returns_view)
+    model = in_units(plain)
+    with events.record() as log:
+        check(model, plain, rank, world_size)
+    assert count(log, "all_gather", "post_backward") == {"all_gather": 2 * 3 + 1, "post_backward": 4}

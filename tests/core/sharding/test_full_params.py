@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import fsdp2
 from fsdp2 import ArgumentError, MixedPrecisionPolicy, OrderError, ShardPlacementResult, events, fully_shard
 from fsdp2._torch import flatten_mesh
 from fsdp2._torch.shared import full_tensor
@@ -21,18 +20,8 @@ from fsdp2.extras.full_params import full_params
 from fsdp2.extras.zero import ZeroPolicy
 from fsdp2.runtime.unit import unit_of
 from tests.helpers.models import error_of, is_sharded, mlp
-from tests.helpers.parity_models import (
-    Block,
-    Stack,
-    TiedLm,
-    batch,
-    count,
-    full,
-    local,
-    mesh_2d,
-    one_batch,
-    shard_blocks,
-)
+from tests.helpers.one_process import in_units
+from tests.helpers.parity_models import Block, Stack, batch, count, full, local, mesh_2d, one_batch
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import dp_tp
 
@@ -46,7 +35,7 @@ def sharded(plain: nn.Module, world_size: int, layout: str = "fsdp", **options: 
         options["mesh"] = mesh_2d(world_size // 2, 2)
     if layout == "dim1":
         options["shard_placement_fn"] = lambda param: ShardPlacementResult(Shard(param.ndim - 1))
-    return shard_blocks(fsdp2, copy.deepcopy(plain), **options)
+    return in_units(plain, **options)
 
 
 def change(model: nn.Module) -> None:
@@ -67,8 +56,7 @@ def assert_holds(model: nn.Module, plain: nn.Module) -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_reads_and_writes_back(rank: int, world_size: int, layout: str) -> None:
-    """PT#137129: whole values in the original dtype, plain parameters, uneven shards (11 and 3 rows); changes reach
-    the same sharded objects, and the next forward."""
+    """PT#137129: whole values in the original dtype, uneven shards; changes reach the sharded objects and forward."""
     plain = Stack()
     model = sharded(plain, world_size, layout, mp_policy=BF16)
     model.inp.weight.note = "mine"
@@ -87,35 +75,9 @@ def test_reads_and_writes_back(rank: int, world_size: int, layout: str) -> None:
     assert torch.equal(one_batch(model, 1, rank), one_batch(other, 1, rank))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("trained", [False, True])
-def test_weights_tied_over_units(rank: int, world_size: int, trained: bool) -> None:
-    """The embedding is a unit, the head that shares its weight belongs to the root."""
-    plain = TiedLm()
-    model: Any = copy.deepcopy(plain)
-    fully_shard(model.embed)
-    fully_shard(model)
-    x = batch(0, rank)
-    if trained:
-        one_batch(model, 0, rank)
-        model.zero_grad()
-    for part in (model, model.embed) if trained else (model,):
-        with full_params(part), events.record() as log:
-            assert type(model.head.weight) is nn.Parameter and model.head.weight is model.embed.weight
-            with torch.no_grad():
-                model.embed.weight.add_(1)
-                plain.embed.weight.add_(1)
-            assert torch.equal(model(x), plain(x))
-        assert count(log, "all_gather") == {"all_gather": 0 if part is model else 1}
-    assert model.head.weight is model.embed.weight
-    assert torch.equal(model(x), plain(x))
-    assert_holds(model, plain)
-
-
 @on_ranks(4)
 def test_shards_of_shards_on_a_flattened_mesh(rank: int, world_size: int) -> None:
-    """Five rows are cut into 2 + 1 and 1 + 1. torch 2.13 gathers them there in one step, as if they were even: zeros in
-    place of a row, and that row in place of the next."""
+    """Five rows are cut into 2 + 1 and 1 + 1. torch 2.13 gathers them as if they were even: zeros in place of a row."""
     whole = torch.arange(10.0).view(5, 2) + 1
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     flatten_mesh(mesh)
@@ -153,7 +115,7 @@ def test_two_cuts_of_one_dim(rank: int, world_size: int, size: int, rank0_only: 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("offload_to_cpu", [False, True])
 def test_rank0_only(rank: int, world_size: int, layout: str, offload_to_cpu: bool) -> None:
-    """Only the first rank holds whole parameters; what it writes reaches all ranks, so HSDP replicas stay alike."""
+    """Only the first rank holds whole parameters; what it writes reaches all ranks."""
     plain = Stack()
     model = sharded(plain, world_size, layout)
     with full_params(model, rank0_only=True, offload_to_cpu=offload_to_cpu):
@@ -192,22 +154,16 @@ def test_dropped_changes(rank: int, world_size: int) -> None:
     one_batch(model, 0, rank)
 
 
-@on_ranks(2)
-def test_dropped_changes_on_one_rank(rank: int, world_size: int) -> None:
-    """A mesh of one rank has nothing to gather; the whole parameter must not be the shard itself."""
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    plain = mlp(4, 4)
-    model: Any = fully_shard(copy.deepcopy(plain), mesh=mesh)
-    with full_params(model, write_back=False):
-        change(model)
-    assert_holds(model, plain)
+def assert_same_step(model: Any, reference: Any, rank: int) -> None:
+    for each in (model, reference):
+        one_batch(each, 0, rank)
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(local(mine.grad), local(theirs.grad))
 
 
 @on_ranks(2)
 def test_forward_inside(rank: int, world_size: int) -> None:
-    """The model runs inside on the whole parameters (fp32, also with a bf16 policy), without communication,
-    as often as one likes and on one rank alone. A backward inside would give each rank gradients of its own, which were
-    lost: an error, on that rank only."""
+    """Without communication, on one rank alone too. A backward inside, whose gradients were lost, is an error."""
     plain = Stack()
     model = sharded(plain, world_size, mp_policy=BF16)
     x = batch(0, rank)
@@ -220,22 +176,15 @@ def test_forward_inside(rank: int, world_size: int) -> None:
             model.reset_iter_state()
     assert count(log, "all_gather", "reduce_scatter") == {"all_gather": 0, "reduce_scatter": 0}
     assert is_sharded(model) and all(param.grad is None for param in model.parameters())
-    with events.record() as log:
-        one_batch(model, 0, rank)
-    assert {event.unit for event in log if event.kind == "all_gather"} == {"", "blocks.0", "blocks.1", "blocks.2"}
-    reference = sharded(plain, world_size, mp_policy=BF16)
-    one_batch(reference, 0, rank)
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(local(mine.grad), local(theirs.grad))
+    assert_same_step(model, sharded(plain, world_size, mp_policy=BF16), rank)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("what", ["model", "block", "raises"])
 def test_first_forward_inside_on_one_rank(rank: int, world_size: int, what: str) -> None:
-    """That rank alone made a root, and at the end compared replicas, in which the other one took no part. A block
-    stayed a root on that rank, on any mesh."""
+    """That rank alone made a root, and compared replicas, in which the other took no part. A block stayed a root."""
     plain = Stack()
-    model, other = (shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(2, 1)) for _ in range(2))
+    model, other = in_units(plain, mesh=mesh_2d(2, 1)), in_units(plain, mesh=mesh_2d(2, 1))
 
     def look() -> None:
         with full_params(model, write_back=False):
@@ -246,11 +195,8 @@ def test_first_forward_inside_on_one_rank(rank: int, world_size: int, what: str)
 
     assert error_of(KeyError, look) == "'own'" if what == "raises" else look() is None
     dist.barrier()
-    for each in (model, other):
-        one_batch(each, 0, rank)
+    assert_same_step(model, other, rank)
     assert [unit_of(block).settings.reshard_after_forward for block in model.blocks] == [True] * len(model.blocks)
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(local(mine.grad), local(theirs.grad))
 
 
 @on_ranks(2)
@@ -356,8 +302,7 @@ def test_a_removed_parameter(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
 @pytest.mark.parametrize("failing", [0, 3])
 def test_a_rank_that_raises_with_rank0_only(rank: int, world_size: int, layout: str, failing: int) -> None:
-    """An error in the body or at its end reached one rank; the others waited for the first one's values, or took what
-    it sent next for them. All raise, nothing is written, and the ranks can go on."""
+    """The others waited for the first one's values. All raise, nothing is written, and the ranks can go on."""
     plain = Stack()
     model = sharded(plain, world_size, layout)
 
@@ -388,8 +333,7 @@ def test_a_rank_that_raises_with_rank0_only(rank: int, world_size: int, layout: 
 
 @on_ranks(2)
 def test_wrong_time(rank: int, world_size: int) -> None:
-    """Only between iterations: in a forward or backward, after one that raised, and within itself it is an OrderError;
-    `reset_iter_state` helps."""
+    """An OrderError in a forward or backward, after one that raised, and within itself; `reset_iter_state` helps."""
     model = sharded(Stack(), world_size)
 
     def enter(*_: Any) -> None:

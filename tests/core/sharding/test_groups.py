@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, events, fully_shard
 from tests.helpers.models import is_sharded, is_unsharded, linears, mlp, reference_grads, run_step, tokens, units
-from tests.helpers.parity_models import assert_gradients, batch, count, expect, lines, mean_gradients
+from tests.helpers.one_process import check
+from tests.helpers.parity_models import assert_gradients, batch, count, local
 from tests.helpers.ranks import on_ranks
+from tests.helpers.schedules import order
 
 
 @on_ranks(2)
@@ -28,46 +30,24 @@ def test_first_member_unshards_last_reshards(rank: int, world_size: int) -> None
     with events.record() as log:
         run_step(model, rank)
     forward = log[: [event.kind for event in log].index("pre_backward")]
-    expect(
-        rank,
-        lines(forward, "unshard", "reshard"),
-        """\
-unshard 0, 2
-unshard 1, 3
-reshard 0, 2
-reshard 1, 3
-""",
-    )
+    assert order(forward) == "+0, 2 +1, 3 -0, 2 -1, 3"
     assert units(log, "reduce_scatter").count("0, 2") == 1 and units(log, "reduce_scatter").count("1, 3") == 1
     assert is_sharded(model)
     assert_gradients(model, reference_grads(plain, world_size))
 
 
-class SeesDtype(nn.Module):
-    """A linear layer that notes the dtypes of its inputs and of its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = [x.dtype, self.linear.weight.dtype]
-        return self.linear(x)
-
-
 @on_ranks(2)
 def test_casts_apply_to_each_member(rank: int, world_size: int) -> None:
-    """Behaviour 82, 116, 117: inputs and outputs of every member are cast, not those of the first and last only."""
-    model = nn.Sequential(SeesDtype(), SeesDtype(), SeesDtype())
-    dtypes: list[torch.dtype] = []
+    """Behaviour 82, 116, 117: inputs and outputs of every member are cast."""
+    model, dtypes = linears(3), []
+    for layer in model:  # before fully_shard: the hooks see what it has cast
+        layer.register_forward_pre_hook(lambda module, args: dtypes.append((args[0].dtype, module.weight.dtype)))
     fully_shard(list(model), mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64))
     fully_shard(model)
     for layer in model:
         layer.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
     model(batch(0, rank, 4)).sum().backward()
-    assert [layer.seen for layer in model] == [[torch.bfloat16, torch.bfloat16]] * 3
-    assert dtypes == [torch.float64] * 3
+    assert dtypes == [(torch.bfloat16, torch.bfloat16), torch.float64] * 3
 
 
 class Halves(nn.Module):
@@ -138,16 +118,11 @@ class ChunkedLm(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False) if self.use_checkpoint else self.block(x)
 
 
-def shard_chunked(model: ChunkedLm, raf: bool | int | None, grouped: bool = True) -> ChunkedLm:
-    """Norm and head (and a tied embedding) in one unit; or head and norm each with the root's."""
-    tied = model.head.weight is model.embed.weight
+def shard_chunked(model: ChunkedLm, raf: bool | None) -> ChunkedLm:
+    """Norm and head (and a tied embedding) are one unit."""
     fully_shard(model.block, reshard_after_forward=raf)
-    if grouped:
-        group = [model.norm, model.head] + ([model.embed] if tied else [])
-        fully_shard(group, reshard_after_forward=raf)
-    else:
-        fully_shard(model.norm, reshard_after_forward=raf)
-        fully_shard(model.head, reshard_after_forward=raf)
+    tied = [model.embed] if model.head.weight is model.embed.weight else []
+    fully_shard([model.norm, model.head, *tied], reshard_after_forward=raf)
     return fully_shard(model)
 
 
@@ -164,31 +139,20 @@ def chunked_backward(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("raf", [None, True, False, 1])
+@pytest.mark.parametrize("raf", [None, True, False])
 @pytest.mark.parametrize("kind", ["plain", "tied", "checkpoint"])
-def test_chunked_loss(rank: int, world_size: int, raf: bool | int | None, kind: str) -> None:
+def test_chunked_loss(rank: int, world_size: int, raf: bool | None, kind: str) -> None:
     """Behaviour 85: N chunks, N reductions of the group, each changes `.grad`; the sum is that of one process."""
     plain = ChunkedLm(tied=kind == "tied", use_checkpoint=kind == "checkpoint")
-    model = copy.deepcopy(plain)
-    if type(raf) is int:
-        with pytest.warns(UserWarning, match="reshard_after_forward=1"):
-            shard_chunked(model, raf)
-    else:
-        shard_chunked(model, raf)
-    for step in range(2):
-        model.zero_grad()
-        seen: list[Tensor] = []
-
-        def remember(seen: list[Tensor] = seen) -> None:
-            seen.append(model.head.weight.grad.to_local().clone())
-
-        with events.record() as log:
-            chunked_backward(model, rank, step, remember)
-        name = "norm, head" + (", embed" if kind == "tied" else "")
-        assert units(log, "reduce_scatter").count(name) == (4 if kind == "tied" else 3)
-        assert len({tuple(grad.flatten().tolist()) for grad in seen}) == 3 or seen[0].numel() == 0
-        assert is_sharded(model.norm) and is_sharded(model.block)
-        assert_gradients(model, mean_gradients(plain, world_size, lambda m, r, step=step: chunked_backward(m, r, step)))
+    model = shard_chunked(copy.deepcopy(plain), raf)
+    seen: list[Tensor] = []
+    with events.record() as log:
+        chunked_backward(model, rank, each_chunk=lambda: seen.append(local(model.head.weight.grad).clone()))
+    name = "norm, head" + (", embed" if kind == "tied" else "")
+    assert units(log, "reduce_scatter").count(name) == (4 if kind == "tied" else 3)
+    assert len({tuple(grad.flatten().tolist()) for grad in seen}) == 3 or seen[0].numel() == 0
+    assert is_sharded(model.norm) and is_sharded(model.block)
+    check(model, plain, rank, world_size, chunked_backward)
 
 
 @on_ranks(2)
@@ -201,19 +165,21 @@ def test_keeping_the_group_between_chunks(rank: int, world_size: int) -> None:
         model.norm.set_reshard_after_forward(not value)
         model.norm.set_reshard_after_backward(not value)
 
-    for step in range(2):
-        model.zero_grad()
-        hidden = model(tokens(step, rank)).flatten(0, 1)
+    def keeps(m: Any, r: int) -> None:
+        hidden = m(tokens(0, r)).flatten(0, 1)
         detached = hidden.detach().requires_grad_()
-        keep(True)
+        if m is model:
+            keep(True)
         with events.record() as log:
             for chunk in detached.chunk(3):
-                model.head(model.norm(chunk)).square().mean().backward()
-                assert is_unsharded(model.norm) and is_unsharded(model.head)
-        assert units(log, "all_gather") == ["norm, head"]
-        assert units(log, "reduce_scatter") == ["norm, head"] * 3
-        model.head.reshard()
-        keep(False)
-        assert is_sharded(model.norm) and is_sharded(model.head)
+                m.head(m.norm(chunk)).square().mean().backward()
+                assert m is plain or (is_unsharded(m.norm) and is_unsharded(m.head))
+        if m is model:
+            assert units(log, "all_gather") == ["norm, head"]
+            assert units(log, "reduce_scatter") == ["norm, head"] * 3
+            model.head.reshard()
+            keep(False)
+            assert is_sharded(model.norm) and is_sharded(model.head)
         hidden.backward(detached.grad)
-        assert_gradients(model, mean_gradients(plain, world_size, lambda m, r, step=step: chunked_backward(m, r, step)))
+
+    check(model, plain, rank, world_size, keeps, times=2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -10,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import MixedPrecisionPolicy, events, fully_shard
+from fsdp2 import DataParallelMeshDims, FSDPModule, events, fully_shard
 from tests.helpers.models import (
-    Transformer,
     check_step,
+    error_of,
     is_sharded,
     is_unsharded,
     linears,
@@ -27,7 +29,8 @@ from tests.helpers.models import (
     sharded_copy,
     units,
 )
-from tests.helpers.parity_models import assert_gradients, batch, mesh_2d
+from tests.helpers.one_process import in_units
+from tests.helpers.parity_models import Layers, assert_gradients, mesh_2d
 from tests.helpers.ranks import on_ranks
 
 
@@ -87,37 +90,13 @@ def test_duplicates_count_once(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("tied", ["parameter", "module"])
-def test_aliases_switch_together(rank: int, world_size: int, tied: str) -> None:
-    """Behaviour 13: `a.weight is b.weight` in every form, and the parameter is listed once."""
-    model = Transformer(tied=True) if tied == "parameter" else linears(3)
-    if tied == "module":
-        model[2] = model[0]
-    first, second = (model.embed, model.head) if tied == "parameter" else (model[0], model[2])
-    num_params = len(list(model.parameters()))
-    fully_shard(model, reshard_after_forward=False)
-    for form, change in ((DTensor, lambda: None), (nn.Parameter, model.unshard), (DTensor, model.reshard)):
-        change()
-        assert first.weight is second.weight
-        assert type(first.weight.data) is (DTensor if form is DTensor else Tensor)
-        assert len(list(model.parameters())) == num_params
-
-
-@on_ranks(2, 4)
-def test_default_mesh(rank: int, world_size: int) -> None:
-    """Behaviour 14: without a mesh, all ranks of the default group."""
-    model = fully_shard(nn.Linear(4, 4))
-    mesh = model.weight.device_mesh
-    assert mesh.ndim == 1 and mesh.size() == world_size and mesh.device_type == "cpu"
-
-
-@on_ranks(2)
 def test_default_mesh_inside_meta_device(rank: int, world_size: int) -> None:
-    """Behaviour 14: also while everything new is on meta."""
+    """Behaviour 14: all ranks of the default group, also while everything new is on meta."""
     with torch.device("meta"):
         model = nn.Linear(4, 4)
         fully_shard(model)
-    assert model.weight.is_meta and model.weight.device_mesh.size() == world_size
+    mesh = model.weight.device_mesh
+    assert model.weight.is_meta and mesh.ndim == 1 and mesh.size() == world_size and mesh.device_type == "cpu"
     model.to_empty(device="cpu")
     nn.init.constant_(model.weight, 1.0)
     nn.init.constant_(model.bias, 0.5)
@@ -152,59 +131,7 @@ def test_mesh_from_group(rank: int, world_size: int, kind: str) -> None:
         groups = [made.get_group("replicate"), made.get_group("shard")]
         mesh = DeviceMesh.from_group(groups, "cpu", mesh=made.mesh, mesh_dim_names=("replicate", "shard"))
     plain = linears(2)
-    model = sharded_copy(plain, lambda m: (fully_shard(m[0], mesh=mesh), fully_shard(m, mesh=mesh)))
-    check_step(model, plain, rank, world_size)
-
-
-@on_ranks(2)
-def test_mesh_of_some_ranks(rank: int, world_size: int) -> None:
-    """Behaviour 15: each rank's own one-rank mesh: still DTensors, gradients of its own batch only."""
-    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("apart", "shard"))["shard"]
-    plain = linears(1)
-    model = sharded_copy(plain, lambda m: fully_shard(m, mesh=mesh))
-    run_step(model, rank)
-    run_step(plain, rank)
-    assert is_sharded(model)
-    torch.testing.assert_close(model[0].weight.grad.to_local(), plain[0].weight.grad)
-
-
-@on_ranks(2)
-def test_meta_and_ignored_parameters_stay(rank: int, world_size: int) -> None:
-    """Behaviour 16, 93: meta parameters stay on meta; ignored ones are not touched at all."""
-    model = linears(2)
-    model[1].to("meta")
-    ignored = model[0].bias
-    fully_shard(model, ignored_params={ignored})
-    assert model[0].bias is ignored
-    assert model[0].weight.device.type == "cpu" and isinstance(model[0].weight, DTensor)
-    assert model[1].weight.is_meta and isinstance(model[1].weight, DTensor)
-
-
-class WithBuffers(nn.Module):
-    """Floating-point and integer buffers, looked at in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("scale", torch.full((4,), 2.0))
-        self.register_buffer("num_calls", torch.tensor(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.linear.weight.dtype == torch.bfloat16
-        self.num_calls += 1
-        for buffer, dtype in ((self.scale, torch.float32), (self.num_calls, torch.int64)):
-            assert type(buffer) is Tensor and buffer.dtype == dtype
-        return self.linear(x) * self.scale.to(x.dtype)
-
-
-@on_ranks(2)
-def test_buffers_are_neither_sharded_nor_cast(rank: int, world_size: int) -> None:
-    """Behaviour 16, 119: buffers stay plain tensors of their dtype under a bf16 policy, in forward and after."""
-    model = fully_shard(WithBuffers(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    scale = model.scale
-    run_step(model, rank)
-    assert model.scale is scale and scale.tolist() == [2.0] * 4
-    assert model.num_calls == 1
+    check_step(in_units(plain, mesh=mesh), plain, rank, world_size)
 
 
 class Doubled(nn.Module):
@@ -216,11 +143,12 @@ class Doubled(nn.Module):
 
 @on_ranks(2)
 def test_module_without_parameters(rank: int, world_size: int) -> None:
-    """Behaviour 17: works as a unit of its own, and as a root above others; it communicates nothing."""
+    """Behaviour 17, 79: a unit of its own, and a root above others; it communicates nothing, and gives handles."""
     alone = fully_shard(Doubled())
     x = torch.ones(2, requires_grad=True)
     with events.record() as log:
-        alone.unshard()
+        assert alone.unshard() is None
+        alone.unshard(async_op=True).wait()
         alone(x).sum().backward()
         alone.reshard()
     assert x.grad.tolist() == [2, 2]
@@ -229,9 +157,8 @@ def test_module_without_parameters(rank: int, world_size: int) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), Doubled(), nn.Linear(4, 4))
     model = sharded_copy(plain, lambda m: [fully_shard(each) for each in (m[0], m[1], m[2], m)])
     with events.record() as log:
-        run_step(model, rank)
+        check_step(model, plain, rank, world_size)
     assert units(log, "all_gather")[:2] == ["0", "2"] and set(units(log, "reduce_scatter")) == {"0", "2"}
-    assert_gradients(model, reference_grads(plain, world_size))
 
 
 class WithEmpty(nn.Module):
@@ -250,10 +177,13 @@ class WithEmpty(nn.Module):
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
 def test_zero_element_parameters(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
     """Behaviour 17: parameters without elements are allowed, and get gradients without elements."""
-    plain = WithEmpty(shape)
-    model = sharded_copy(plain, fully_shard)
+    plain = nn.Sequential(WithEmpty(shape), WithEmpty(shape))
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model[1].linear)  # model[1] has nothing else: its gather has nothing to copy out
+    for module in (*model, model):
+        fully_shard(module)
     check_step(model, plain, rank, world_size)
-    assert model.empty.grad.shape == shape
+    assert model[0].empty.grad.shape == model[1].empty.grad.shape == shape
 
 
 @on_ranks(2)
@@ -273,53 +203,103 @@ def test_parameter_objects_are_replaced(rank: int, world_size: int) -> None:
     assert [name for name, _ in model.named_parameters()] == names
 
 
-def _train_list(rank: int, world_size: int, together: Any) -> list[events.Event]:
-    plain = linears(3)
-    model = copy.deepcopy(plain)
-    modules = together(model)
-    assert fully_shard(modules) is modules
-    fully_shard(model)
-    with events.record() as log:
-        run_step(model, rank)
-    assert_gradients(model, reference_grads(plain, world_size))
-    assert all(is_sharded(module) for module in modules)
-    return log
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_list_is_one_group(rank: int, world_size: int, kind: type) -> None:
     """Behaviour 19: one all-gather a pass, one reduce-scatter, and the two names joined."""
-    log = _train_list(rank, world_size, lambda model: kind((model[0], model[1])))
+    plain = linears(3)
+    model: Any = copy.deepcopy(plain)
+    modules = kind((model[0], model[1]))
+    assert fully_shard(modules) is modules
+    fully_shard(model)
+    with events.record() as log:
+        check_step(model, plain, rank, world_size)
     assert numels(log, "all_gather")[:2] == [("", 20), ("0, 1", 40)]
-    assert numels(log, "reduce_scatter").count(("0, 1", 20)) == 1
-    assert units(log, "reduce_scatter").count("") == 1 and len(units(log, "reduce_scatter")) == 2
+    assert sorted(numels(log, "reduce_scatter")) == [("", 10), ("0, 1", 20)]
 
 
 @on_ranks(2)
 def test_list_may_hold_containers(rank: int, world_size: int) -> None:
-    """Behaviour 19: a ModuleList in a list of modules is fine, other than alone."""
-
-    class Container(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-            self.last = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return self.last(x)
-
-    plain = Container()
-    model = copy.deepcopy(plain)
-    fully_shard([model.layers, model.last], reshard_after_forward=False)
+    """Behaviour 19: a ModuleList in a list of modules is fine; it never runs, so it is gathered by hand."""
+    plain = Layers(2)
+    model: Any = copy.deepcopy(plain)
+    fully_shard([model.layers], reshard_after_forward=False)
     fully_shard(model)
-    model.last.unshard()
-    assert is_unsharded(model), "one group"
-    model.last.reshard()
-    assert is_sharded(model)
-    model.last.unshard()  # a ModuleList never runs, so its parameters are gathered by hand
-    loss = model(batch(0, rank, 4)).square().mean()
-    loss.backward()
-    assert_gradients(model, reference_grads(plain, world_size))
+    model.layers.unshard()
+    assert is_unsharded(model.layers), "one group"
+    check_step(model, plain, rank, world_size)
+
+
+# --- names, the class swap, recursion of setters (section A) ----------------------------------------------------------
+
+
+RECURSIVE = [
+    "set_requires_gradient_sync",
+    "set_requires_all_reduce",
+    "set_reshard_after_backward",
+    "set_reduce_scatter_unused_params",
+    "set_reduce_scatter_max_input_buffers",
+    "set_separate_reduce_scatter_group",
+    "set_keep_unsharded_storage",
+]
+
+
+class Special(nn.Linear):
+    """A class of the user's own."""
+
+
+@on_ranks(2)
+def test_class_is_swapped(rank: int, world_size: int) -> None:
+    """Behaviour 3, 4: a generated class, one per original class; children keep theirs."""
+    model = nn.Sequential(Special(2, 2), Special(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0])
+    fully_shard(model[1])
+    assert type(model) is nn.Sequential
+    fully_shard(model)
+    assert type(model[0]) is type(model[1])
+    assert type(model[0]).__name__ == "FSDPSpecial"
+    assert type(model[0]).__bases__ == (FSDPModule, Special)
+    assert type(model).__name__ == "FSDPSequential"
+    assert type(model).__bases__ == (FSDPModule, nn.Sequential)
+    assert isinstance(model[0], Special) and isinstance(model[0], FSDPModule)
+    assert type(model[2]) is nn.Linear
+
+
+@on_ranks(2)
+def test_state(rank: int, world_size: int) -> None:
+    """Behaviour 6: None for a plain module, distinct for each call, one for all modules of a list."""
+    model = linears(5)
+    fully_shard(model[0])
+    fully_shard(model[1])
+    fully_shard([model[2], model[3]])
+    state = fully_shard.state
+    assert state(model) is None and state(model[4]) is None
+    assert state(model[0]) is not None and state(model[0]) is not state(model[1])
+    assert state(model[2]) is not None and state(model[2]) is state(model[3])
+
+
+@on_ranks(2)
+def test_pickling_is_refused(rank: int, world_size: int) -> None:
+    """Behaviour 7: pickle fails early, and says what to do."""
+    assert "state_dict" in error_of(AssertionError, lambda: pickle.dumps(fully_shard(nn.Linear(2, 2))))
+
+
+def test_data_parallel_mesh_dims() -> None:
+    """Behaviour 8: names as one string or several."""
+    assert DataParallelMeshDims(shard="dp").shard_names == ("dp",)
+    assert DataParallelMeshDims(shard="dp").replicate_names == ()
+    both = DataParallelMeshDims(("a", "b"), "c")
+    assert (both.shard_names, both.replicate_names) == (("a", "b"), ("c",))
+
+
+def test_which_methods_are_recursive() -> None:
+    """Behaviour 9, 10: by default, and `recurse` is keyword-only but in one; all others act on one unit."""
+    found = {}
+    for name, method in inspect.getmembers(FSDPModule, inspect.isfunction):
+        if name.startswith("_") or name in dir(nn.Module):
+            continue
+        if (recurse := inspect.signature(method).parameters.get("recurse")) is not None:
+            assert recurse.default is True
+            found[name] = recurse.kind
+    keyword, positional = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert found == {**dict.fromkeys(RECURSIVE, keyword), "set_reshard_after_forward": positional}

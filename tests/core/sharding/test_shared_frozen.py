@@ -9,30 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import events, fully_shard
-from tests.helpers.models import (
-    Transformer,
-    check_step,
-    is_sharded,
-    linears,
-    numels,
-    reference_grads,
-    run_step,
-    sharded_copy,
-    tokens,
-    units,
-)
-from tests.helpers.parity_models import assert_gradients, batch, full, mean_gradients
+from tests.helpers.models import check_step, linears, numels, reference_grads, run_step, sharded_copy, units
+from tests.helpers.one_process import check, in_units
+from tests.helpers.parity_models import assert_gradients, batch, local, mean_gradients, shard_like
 from tests.helpers.ranks import on_ranks
-
-
-def shard_layers(model: nn.Module, **options: Any) -> nn.Module:
-    """Every child with parameters is a unit, and then the root."""
-    for child in model.children():
-        fully_shard(child, **options)
-    return fully_shard(model, **options)
-
 
 # --- shared -----------------------------------------------------------------------------------------------------------
 
@@ -49,31 +32,6 @@ def test_no_false_ties_when_built_layer_by_layer(rank: int, world_size: int) -> 
     assert all(param.grad is not None for param in model.parameters())
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("vocab", [5, 11])
-def test_every_row_of_a_tied_uneven_weight_is_updated(rank: int, world_size: int, vocab: int) -> None:
-    """Behaviour 88: also those of the rank whose shard is padded, or smaller than the others'."""
-    plain = Transformer(vocab=vocab, tied=True)
-    model = copy.deepcopy(plain)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-
-    def backward(module: nn.Module, which: int) -> None:
-        module(tokens(0, which, vocab)).square().mean().backward()
-
-    backward(model, rank)
-    before = full(model.embed.weight).clone()
-    with torch.no_grad():
-        for param in model.parameters():
-            param -= param.grad
-    after = full(model.embed.weight)
-    assert model.embed.weight is model.head.weight
-    assert ((after - before).abs().sum(1) > 0).all(), "the head reaches every row"
-    grads = mean_gradients(plain, world_size, backward)
-    torch.testing.assert_close(after, before - grads["embed.weight"])
-
-
 # --- frozen -----------------------------------------------------------------------------------------------------------
 
 
@@ -82,24 +40,17 @@ def test_every_row_of_a_tied_uneven_weight_is_updated(rank: int, world_size: int
 def test_bias_only_training(rank: int, world_size: int, when: str) -> None:
     """Behaviour 89: all parameters are gathered, biases reduced - as soon as their unit is through."""
     plain = linears(3)
-
-    def freeze(model: nn.Module) -> None:
-        for name, param in model.named_parameters():
+    model = in_units(plain, reshard_after_forward=True) if when == "after" else None
+    for each in (plain, model):
+        for name, param in () if each is None else each.named_parameters():
             param.requires_grad_(name.endswith("bias"))
-
-    freeze(plain)
-    model = copy.deepcopy(plain) if when == "before" else linears(3)
-    model.load_state_dict(plain.state_dict())
-    shard_layers(model, reshard_after_forward=True)
-    freeze(model)
+    model = model or in_units(plain, reshard_after_forward=True)
     with events.record() as log:
-        run_step(model, rank)
+        check_step(model, plain, rank, world_size)
     assert sorted(numels(log, "all_gather")) == sorted([("0", 20), ("1", 20), ("2", 20)] * 2)
     assert sorted(numels(log, "reduce_scatter")) == [("0", 2), ("1", 2), ("2", 2)]
-    order = [(event.kind, event.unit) for event in log]
-    assert order.index(("reduce_scatter", "2")) < order.index(("pre_backward", "0")), "not delayed"
-    assert all(param.grad is None for name, param in model.named_parameters() if name.endswith("weight"))
-    assert_gradients(model, reference_grads(plain, world_size))
+    found = [(event.kind, event.unit) for event in log]
+    assert found.index(("reduce_scatter", "2")) < found.index(("pre_backward", "0")), "not delayed"
 
 
 @on_ranks(2)
@@ -107,37 +58,17 @@ def test_bias_only_training(rank: int, world_size: int, when: str) -> None:
 def test_frozen_unit(rank: int, world_size: int, when: str) -> None:
     """Behaviour 90: gathered as usual, never reduced; unfreezing later brings its gradients."""
     plain = linears(3)
-    model = copy.deepcopy(plain)
-    if when == "before":
-        model[1].requires_grad_(False)
-    shard_layers(model, reshard_after_forward=True)
+    plain[1].requires_grad_(when == "after")
+    model = in_units(plain, reshard_after_forward=True)
     model[1].requires_grad_(False)
     with events.record() as log:
         run_step(model, rank)
     assert sorted(units(log, "all_gather")) == ["0", "0", "1", "1", "2", "2"]
-    assert sorted(units(log, "reduce_scatter")) == ["0", "2"]
-    assert model[1].weight.grad is None
-    model[1].requires_grad_(True)
-    check_step(model, plain, rank, world_size)
-    model.requires_grad_(True)
-    check_step(model, plain, rank, world_size, step=1)
-
-
-@on_ranks(2)
-def test_everything_frozen_with_inputs_that_require_grad(rank: int, world_size: int) -> None:
-    """Behaviour 90: backward gathers all units, in reverse, and reduces nothing."""
-    plain = linears(3).requires_grad_(False)
-    model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=True))
-    x = batch(0, rank, 4).requires_grad_()
-    loss = model(x).square().mean()
-    with events.record() as log:
-        loss.backward()
-    assert units(log, "all_gather") == ["2", "1", "0"]
-    assert units(log, "reduce_scatter") == []
-    assert is_sharded(model) and all(param.grad is None for param in model.parameters())
-    expected = batch(0, rank, 4).requires_grad_()
-    plain(expected).square().mean().backward()
-    torch.testing.assert_close(x.grad, expected.grad)
+    assert sorted(units(log, "reduce_scatter")) == ["0", "2"] and model[1].weight.grad is None
+    for step in range(2):
+        for each in (plain, model):
+            each.requires_grad_(True)
+        check_step(model, plain, rank, world_size, step)
 
 
 # --- unused -----------------------------------------------------------------------------------------------------------
@@ -172,63 +103,6 @@ def test_unused_parameters(rank: int, world_size: int) -> None:
             check_step(model, plain, rank, world_size, step)
         used = 10 + 10 * ("left" in run) + 8 * ("right" in run)
         assert numels(log, "reduce_scatter") == [("", used)]
-
-
-class Detached(nn.Module):
-    """Its parameters take part in forward, not in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x).detach()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("raf", [True, False])
-def test_unit_without_gradients_reduces_nothing(rank: int, world_size: int, raf: bool) -> None:
-    """Behaviour 91: not even an empty reduction; where it was kept unsharded, the end of backward reshards it."""
-    plain = nn.Sequential(Detached(), nn.Linear(4, 4), Detached(), nn.Linear(4, 4))
-    model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=raf))
-    with events.record() as log:
-        check_step(model, plain, rank, world_size)
-    assert sorted(units(log, "reduce_scatter")) == ["1", "3"]
-    assert model[0].linear.weight.grad is None and model[2].linear.weight.grad is None
-
-
-class SideOutput(nn.Module):
-    """Its gradients come by an attribute, not by its output; a part of it is unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = Branches("left")
-        self.side = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.side = self.branches.left(self.branches.always(x)).square().mean()
-        return x
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("whole", [False, True])
-def test_gradients_that_do_not_come_by_the_output(rank: int, world_size: int, whole: bool) -> None:
-    """Behaviour 91: no hook announces this backward; the gradients are reduced and the unit is resharded all the
-    same."""
-    plain = nn.Sequential(SideOutput(), nn.Linear(4, 4))
-    if whole:
-        del plain[0].branches.right, plain[0].branches.frozen
-    model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=False))
-
-    def backward(module: nn.Module, which: int) -> None:
-        out = module(batch(0, which, 4)).square().mean()
-        (out + module[0].side).backward()
-
-    for _ in range(2):
-        model.zero_grad()
-        backward(model, rank)
-        assert is_sharded(model)
-        assert_gradients(model, mean_gradients(plain, world_size, backward))
 
 
 @on_ranks(2, 4)
@@ -269,10 +143,9 @@ class OptionalScale(nn.Module):
 
 @on_ranks(2)
 def test_order_of_reductions_does_not_depend_on_the_rank(rank: int, world_size: int) -> None:
-    """Behaviour 92: where one rank has all gradients of the root early and the other never, both reduce in one
-    order."""
+    """Behaviour 92: where one rank has all gradients of the root early and the other never."""
     plain = OptionalScale()
-    model = sharded_copy(plain, shard_layers)
+    model = in_units(plain)
     model.set_reduce_scatter_unused_params(True)
 
     def backward(module: nn.Module, which: int) -> None:
@@ -289,9 +162,7 @@ def test_order_of_reductions_does_not_depend_on_the_rank(rank: int, world_size: 
 @pytest.mark.parametrize("when", ["after_forward", "after_unshard"])
 @pytest.mark.parametrize("freeze", [True, False])
 def test_freezing_what_is_unsharded(rank: int, world_size: int, when: str, freeze: bool) -> None:
-    """A root stays unsharded after forward, so ``model.head.requires_grad_(False)`` reaches the unsharded parameter,
-    whether the user knows or not. On torch the sharded one does not follow, and the next step trains it; here it is
-    frozen as in one process, and unfrozen alike."""
+    """After a forward it reaches the root's unsharded parameter: on torch the sharded one does not follow."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     plain[1].weight.requires_grad_(freeze)
     model: Any = copy.deepcopy(plain)
@@ -300,8 +171,7 @@ def test_freezing_what_is_unsharded(rank: int, world_size: int, when: str, freez
     sharded = model[1].weight
 
     def steps(m: Any, r: int) -> None:
-        if m is not model:
-            m[1].weight.requires_grad_(freeze)  # the batches of all ranks go through one process
+        m[1].weight.requires_grad_(freeze)  # in one process after another rank's steps
         loss = m(batch(0, r, 4)).square().sum() if when == "after_forward" else None
         if when == "after_unshard" and m is model:
             model.unshard()
@@ -313,9 +183,8 @@ def test_freezing_what_is_unsharded(rank: int, world_size: int, when: str, freez
         for step in (1, 2):
             m(batch(step, r, 4)).square().sum().backward()
 
-    steps(model, rank)
+    check(model, plain, rank, world_size, steps)
     assert sharded.requires_grad is not freeze and model[1].weight is sharded
-    assert_gradients(model, mean_gradients(plain, world_size, steps))
 
 
 class Either(nn.Module):
@@ -323,34 +192,120 @@ class Either(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.even = nn.Linear(4, 4)
-        self.odd = nn.Linear(4, 4)
+        self.even, self.odd = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.is_odd = False
 
-    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        return self.even(x) if rank % 2 == 0 else self.odd(x)
-
-
-class TwoEither(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Either()
-        self.second = Either()
-
-    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        return self.second(self.first(x, rank), rank)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.odd(x) if self.is_odd else self.even(x)
 
 
 @on_ranks(2, 4)
 def test_zeros_for_unused_parameters_were_sent_twice(rank: int, world_size: int) -> None:
-    """With set_reduce_scatter_unused_params, a unit sent zeros for unused parameters at the end of its backward, and
-    again at the end of the whole backward, since they still had no gradient. A rank on which the unit's backward did
-    not run would have sent them once: a hang."""
-    model = TwoEither()
-    for unit in (model.first, model.second):
-        fully_shard(unit)
-    fully_shard(model)
+    """At the end of a unit's backward and of the whole: a hang where one did not run."""
+    model = in_units(nn.Sequential(Either(), Either()))
     model.set_reduce_scatter_unused_params(True)
+    for unit in model:
+        unit.is_odd = rank % 2 == 1
     with events.record() as log:
-        model(torch.ones(2, 4, requires_grad=True), rank).sum().backward()
-    assert sorted(event.unit for event in log if event.kind == "reduce_scatter") == ["first", "second"]
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert sorted(units(log, "reduce_scatter")) == ["0", "1"]
     assert all(param.grad is not None for param in model.parameters())
+
+
+# --- ignored ----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_ignored_parameters(rank: int, world_size: int) -> None:
+    """Behaviour 93: the same objects, plain in the state dict, neither gathered nor reduced, but trained locally."""
+    plain = linears(2)
+    model = copy.deepcopy(plain)
+    ignored = model[0].weight
+    fully_shard(model, ignored_params={ignored})
+    assert model[0].weight is ignored and isinstance(model[0].bias, DTensor)
+    assert not isinstance(model.state_dict()["0.weight"], DTensor)
+    assert isinstance(model.state_dict()["1.weight"], DTensor)
+    with events.record() as log:
+        run_step(model, rank)
+    assert numels(log, "all_gather")[0] == ("", 24) and numels(log, "reduce_scatter") == [("", 12)]
+    expected = reference_grads(plain, world_size)
+    run_step(plain, rank)
+    expected["0.weight"] = plain[0].weight.grad
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_module_whose_parameters_are_all_ignored(rank: int, world_size: int) -> None:
+    """Behaviour 93: a unit without parameters."""
+    model = linears(2)
+    fully_shard(model[0], ignored_params=set(model[0].parameters()))
+    with events.record() as log:
+        run_step(model[0], rank)
+    assert not any(event.kind in ("all_gather", "reduce_scatter") for event in log)
+    assert model[0].weight.grad is not None and not isinstance(model[0].weight, DTensor)
+
+
+@on_ranks(2)
+def test_ddp_outside_fsdp_inside(rank: int, world_size: int) -> None:
+    """Behaviour 93: DDP trains what FSDP ignores, and ignores what FSDP trains."""
+    plain = linears(3)
+    model = copy.deepcopy(plain)
+    fully_shard(model[1])
+    inner = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, inner)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    for step in range(2):
+        ddp.zero_grad()
+        run_step(ddp, rank, step)
+        assert_gradients(model, reference_grads(plain, world_size, step))
+
+
+# --- hooks on parameters ----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("raf", [True, False])
+def test_post_accumulate_grad_hooks(rank: int, world_size: int, raf: bool) -> None:
+    """Behaviour 94: on sharded parameters, once a backward, with the reduced gradient in place."""
+    plain = linears(2)
+    model = in_units(plain, reshard_after_forward=raf)
+    seen: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda p, name=name: seen[name].append(local(p.grad).clone()))
+    for step in range(2):
+        check_step(model, plain, rank, world_size, step)
+        for name, param in model.named_parameters():
+            assert len(seen[name]) == step + 1 and torch.equal(seen[name][step], local(param.grad))
+
+
+@on_ranks(2)
+def test_post_accumulate_grad_hooks_see_sums(rank: int, world_size: int) -> None:
+    """Behaviour 94: with gradients already there, the hook sees the final value; without sync it does not fire."""
+    plain = linears(1)
+    model = sharded_copy(plain, fully_shard)
+    seen: list[Tensor] = []
+    model[0].weight.register_post_accumulate_grad_hook(lambda param: seen.append(local(param.grad).clone()))
+    run_step(model, rank, 0)
+    model.set_requires_gradient_sync(False)
+    run_step(model, rank, 1)
+    assert len(seen) == 1
+    model.set_requires_gradient_sync(True)
+    run_step(model, rank, 2)
+    assert len(seen) == 2
+    total = sum(reference_grads(plain, world_size, step)["0.weight"] for step in range(3))
+    torch.testing.assert_close(seen[1], shard_like(total, model[0].weight))
+
+
+@on_ranks(2)
+def test_user_hooks_ran_with_gradients_enabled(rank: int, world_size: int) -> None:
+    """Autograd runs post-accumulate-grad hooks without recording; so must we, or an optimizer in backward fails."""
+    model = fully_shard(nn.Linear(4, 4))
+
+    def step(param: torch.Tensor) -> None:
+        param.add_(param.grad, alpha=-0.1)
+        param.grad = None
+
+    before = model.weight.full_tensor().clone()
+    model.weight.register_post_accumulate_grad_hook(step)
+    model(torch.ones(2, 4)).sum().backward()
+    torch.testing.assert_close(model.weight.full_tensor(), before - 0.2)

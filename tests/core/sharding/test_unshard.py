@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import UnshardHandle, events, fully_shard
 from tests.helpers.models import (
-    Transformer,
     check_step,
     is_sharded,
     is_unsharded,
@@ -22,42 +22,19 @@ from tests.helpers.models import (
     reference_grads,
     run_step,
     sharded_copy,
-    tokens,
     units,
 )
-from tests.helpers.parity_models import assert_gradients, batch, full, mean_gradients
+from tests.helpers.one_process import check, in_units
+from tests.helpers.parity_models import assert_gradients, batch, full
 from tests.helpers.ranks import on_ranks
 from tests.helpers.threads import run_threads
-
-
-def shard_layers(model: nn.Module, **options: Any) -> nn.Module:
-    """Every child with parameters is a unit, and then the root."""
-    for child in model.children():
-        if any(True for _ in child.parameters()):
-            fully_shard(child, **options)
-    return fully_shard(model, **options)
-
 
 # --- reshard_after_forward --------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("raf", [True, False])
-def test_form_after_forward(rank: int, world_size: int, raf: bool) -> None:
-    """Behaviour 72: True leaves sharded DTensors, False plain tensors; `reshard` restores the former."""
-    plain = linears(1)
-    model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=raf))
-    sharded = list(model.parameters())
-    model(batch(0, rank, 4))
-    assert is_sharded(model) if raf else is_unsharded(model)
-    model.reshard()
-    assert all(param is old for param, old in zip(model.parameters(), sharded, strict=True))
-
-
 @on_ranks(4)
 def test_int_reshards_to_a_smaller_mesh(rank: int, world_size: int) -> None:
-    """Behaviour 72: (4, 4) over 4 ranks with 2: DTensors on a (2, 2) mesh, two rows each; `reshard` restores one
-    row."""
+    """Behaviour 72: (4, 4) over 4 ranks with 2: DTensors on a (2, 2) mesh, two rows each; `reshard` restores one."""
     plain = nn.Linear(4, 4)
     model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=2))
     sharded = model.weight
@@ -77,7 +54,7 @@ def test_int_reshards_to_a_smaller_mesh(rank: int, world_size: int) -> None:
 def test_int_gathers_in_the_smaller_group(rank: int, world_size: int, features: tuple[int, ...]) -> None:
     """Behaviour 74: forward gathers over 4 ranks, backward over 2, to the same number of elements when even."""
     plain = mlp(*features)
-    model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=2))
+    model = in_units(plain, reshard_after_forward=2)
     with events.record() as log:
         check_step(model, plain, rank, world_size, dim=features[0])
     gathers = [(event.unit, event.numel, event.group_size) for event in log if event.kind == "all_gather"]
@@ -87,24 +64,19 @@ def test_int_gathers_in_the_smaller_group(rank: int, world_size: int, features: 
         assert {numel for _, numel, _ in gathers} == {20}
 
 
-def _hsdp_step(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-    torch.manual_seed(0)
-    plain = nn.Linear(8, 8)
-    with torch.no_grad():
-        plain.weight.copy_(torch.arange(64.0).view(8, 8) / 64)
-        plain.bias.copy_(torch.arange(8.0))
-    model = sharded_copy(plain, lambda m: fully_shard(m, mesh=mesh, reshard_after_forward=2))
-    out = model(batch(0, rank, 8))
-    assert model.weight.placements == (Replicate(), Shard(0))
-    assert model.weight.to_local().shape == (4, 8)
-    out.square().mean().backward()
-    assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: run_step(m, r, dim=8)))
-
-
 def test_int_with_hsdp() -> None:
     """Behaviour 74: on a 2 x 4 mesh with 2: gathered in pairs in backward, reduced over 4 and then over 2."""
-    run_threads(8, _hsdp_step)
+    plain = nn.Linear(8, 8)
+
+    def step(rank: int, world_size: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        model = sharded_copy(plain, lambda m: fully_shard(m, mesh=mesh, reshard_after_forward=2))
+        model(batch(0, rank, 8))
+        assert model.weight.placements == (Replicate(), Shard(0)) and model.weight.to_local().shape == (4, 8)
+        model.reset_iter_state()
+        check(model, copy.deepcopy(plain), rank, world_size, partial(run_step, dim=8))
+
+    run_threads(8, step)
 
 
 @on_ranks(4)
@@ -132,17 +104,15 @@ def test_int_of_one_is_false(rank: int, world_size: int) -> None:
 def test_reshard_between_forward_and_backward(rank: int, world_size: int) -> None:
     """Behaviour 76: everything is gathered again, and reduced once."""
     plain = linears(3)
-    model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=False))
+    model = in_units(plain, reshard_after_forward=False)
     loss = model(batch(0, rank, 4)).square().mean()
     assert is_unsharded(model)
-    for layer in model:
-        layer.reshard()
-    model.reshard()
+    for module in (model, *model):
+        module.reshard()
     assert is_sharded(model)
     with events.record() as log:
         loss.backward()
-    assert sorted(units(log, "all_gather")) == ["0", "1", "2"]
-    assert sorted(units(log, "reduce_scatter")) == ["0", "1", "2"]
+    assert sorted(units(log, "all_gather")) == sorted(units(log, "reduce_scatter")) == ["0", "1", "2"]
     assert_gradients(model, reference_grads(plain, world_size))
 
 
@@ -199,26 +169,6 @@ def test_unshard_never_gathers_twice(rank: int, world_size: int) -> None:
     assert numels(log, "all_gather") == [("", 20)] and units(log, "unshard") == [""]
 
 
-class Nothing(nn.Module):
-    """Neither parameters nor work."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-@on_ranks(2)
-def test_unshard_without_parameters(rank: int, world_size: int) -> None:
-    """Behaviour 79: does nothing, and gives a handle where one is asked for."""
-    model = fully_shard(Nothing())
-    with events.record() as log:
-        assert model.unshard() is None
-        handle = model.unshard(async_op=True)
-        assert isinstance(handle, UnshardHandle)
-        handle.wait()
-        model.reshard()
-    assert not any(event.kind == "all_gather" for event in log)
-
-
 @on_ranks(2)
 def test_any_member_acts_for_a_list(rank: int, world_size: int) -> None:
     """Behaviour 80: unshard by one member, reshard by another."""
@@ -237,7 +187,7 @@ def test_any_member_acts_for_a_list(rank: int, world_size: int) -> None:
 def test_unsharding_ahead(rank: int, world_size: int, ahead: int, raf: bool) -> None:
     """Behaviour 81: asynchronously unsharding some or all of the next modules keeps the gradients of one process."""
     plain = linears(4)
-    model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=raf))
+    model = in_units(plain, reshard_after_forward=raf)
     layers = list(model)
 
     def unshard_next(index: int) -> None:
@@ -252,29 +202,3 @@ def test_unsharding_ahead(rank: int, world_size: int, ahead: int, raf: bool) -> 
         gathers = units(log, "all_gather")
         assert sorted(gathers[:4]) == ["0", "1", "2", "3"]
         assert len(gathers) == (8 if raf else 4), "never twice in one pass"
-
-
-@on_ranks(2)
-def test_unsharding_everything_up_front(rank: int, world_size: int) -> None:
-    """Behaviour 81: as a 1F1B schedule does, over several microbatches with one backward each."""
-    plain = Transformer()
-    model = sharded_copy(plain, lambda m: ([fully_shard(block) for block in m.blocks], fully_shard(m)))
-    modules = [model, *model.blocks]
-    model.set_reshard_after_forward(False)
-    model.set_reshard_after_backward(False)
-    for module in modules:
-        module.unshard(async_op=True)
-    with events.record() as log:
-        for micro in range(3):
-            model.set_is_last_backward(micro == 2)
-            model.set_reshard_after_backward(micro == 2)
-            model.set_requires_gradient_sync(micro == 2)
-            model(tokens(micro, rank)).square().mean().backward()
-    assert units(log, "all_gather") == []
-    assert is_sharded(model)
-
-    def backward(reference: nn.Module, which: int) -> None:
-        for micro in range(3):
-            reference(tokens(micro, which)).square().mean().backward()
-
-    assert_gradients(model, mean_gradients(plain, world_size, backward))

@@ -1,46 +1,36 @@
-"""`ZeroPolicy`: all policies train the same. Collectives and bytes: `test_zero_costs.py`."""
+"""`ZeroPolicy`: all policies train the same, at the costs that docs/parallel.md says."""
 
 from __future__ import annotations
 
-import copy
+import re
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
 from fsdp2 import ArgumentError, MixedPrecisionPolicy, ZeroPolicy, events, fully_shard
+from tests.helpers.migration_cases import DIM, LAYERS, MICROBATCHES, run, shard, stack, step_with_flag, tables
+from tests.helpers.one_process import in_units
 from tests.helpers.parity_models import Stack, assert_same, batch, full, mesh_2d
 from tests.helpers.ranks import on_ranks
-
-MICROBATCHES = 3
-DIM, LAYERS = 8, 3
-
-
-def microbatch(step: int, index: int, rank: int) -> torch.Tensor:
-    return batch(100 * step + index, rank, DIM)
+from tests.helpers.source_tree import ROOT
 
 
 def run_step(model: nn.Module, step: int, rank: int) -> None:
     """Forward and backward of all microbatches, with the one call that tells the policy where a step ends."""
-    for index in range(MICROBATCHES):
-        model.set_is_last_backward(index == MICROBATCHES - 1)
-        model(microbatch(step, index, rank)).square().mean().backward()
+    for index in range(3):
+        model.set_is_last_backward(index == 2)
+        model(batch(100 * step + index, rank)).square().mean().backward()
 
 
 def reference_step(model: nn.Module, step: int, world_size: int) -> None:
     for rank in range(world_size):
-        for index in range(MICROBATCHES):
-            (model(microbatch(step, index, rank)).square().mean() / world_size).backward()
-
-
-def sharded(plain: nn.Module, policy: ZeroPolicy, **options: Any) -> nn.Module:
-    model = copy.deepcopy(plain)
-    for child in getattr(model, "layers", None) or model.blocks:
-        fully_shard(child, zero=policy, **options)
-    return fully_shard(model, zero=policy, **options)
+        for index in range(3):
+            (model(batch(100 * step + index, rank)).square().mean() / world_size).backward()
 
 
 STAGES = {f"stage {stage}": ZeroPolicy(stage) for stage in range(4)}
@@ -61,10 +51,9 @@ def test_training_equals_one_process(rank: int, world_size: int, name: str, mixe
     policy = REPLICAS[name.removesuffix(" of replicas")] if of_replicas else STAGES[name]
     if of_replicas and world_size == 2 and "secondary" not in name:
         policy = ZeroPolicy(policy.stage, 1, None, policy.shard_replicas)
-    torch.manual_seed(0)
     plain = Stack()
     options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if mixed else {}
-    model = sharded(plain, policy, **options)
+    model = in_units(plain, zero=policy, **options)
     optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (model, plain)]
     for step in range(3):
         run_step(model, step, rank)
@@ -79,9 +68,7 @@ def test_training_equals_one_process(rank: int, world_size: int, name: str, mixe
         with torch.no_grad():
             tolerance = {"rtol": 0.1, "atol": 0.1} if mixed else {"rtol": 1e-4, "atol": 1e-4}
             torch.testing.assert_close(model(x).float(), plain(x), **tolerance)
-    for module in model.modules():
-        if isinstance(module, fsdp2.FSDPModule):
-            module.reshard()  # where a policy keeps them, the evaluation has left parameters unsharded
+    model.state_dict()  # where a policy keeps them, the evaluation has left parameters unsharded
     for (where, mine), theirs in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert where == theirs[0] and isinstance(mine, DTensor)
         limit = 5e-2 if mixed else 1e-4
@@ -122,55 +109,6 @@ def test_stage_0_keeps_one_copy(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_frozen_base_stays_gathered(rank: int, world_size: int) -> None:
-    """LoRA: the base is gathered once, then never again, until something changes it."""
-
-    class Lora(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(DIM, DIM)
-            self.base.requires_grad_(False)
-            self.down, self.up = nn.Linear(DIM, 2, bias=False), nn.Linear(2, DIM, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.base(x) + self.up(self.down(x))
-
-    torch.manual_seed(0)
-    plain = nn.Sequential(Lora(), Lora())
-    model = copy.deepcopy(plain)
-    for child in model:
-        fully_shard(child, zero=ZeroPolicy(3, keep_frozen=True))
-    fully_shard(model, zero=ZeroPolicy(3, keep_frozen=True))
-
-    def gathered(step: int) -> list[int]:
-        for each in (model, plain):
-            each.zero_grad()
-        with events.record() as log:
-            model(batch(step, rank)).square().mean().backward()
-        for r in range(world_size):
-            (plain(batch(step, r)).square().mean() / world_size).backward()
-        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-            wanted = theirs.grad
-            assert_same(name, None if mine.grad is None else full(mine.grad), wanted, False, 1e-4, 1e-6)
-        return sorted(event.numel for event in log if event.kind == "all_gather")
-
-    base, adapter = DIM * DIM + DIM, 4 * DIM
-    assert gathered(0) == [adapter] * 4 + [base] * 2
-    assert gathered(1) == [adapter] * 4
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-    with torch.no_grad():
-        model[0].base.weight.mul_(0.5)  # autograd counts it, so the next unshard notices
-        plain[0].base.weight.mul_(0.5)
-    assert gathered(2) == [adapter] * 4 + [base]
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-    assert gathered(3) == [adapter] * 4 + [base] * 2
-    for each in (model, plain):
-        each[1].base.requires_grad_(True)
-    assert gathered(4) == [adapter] * 4 + [base], "what was kept serves one more forward"
-    assert gathered(5) == [adapter] * 4 + [base] * 2, "what is trained is gathered for forward and for backward"
-
-
-@on_ranks(2)
 def test_mistakes(rank: int, world_size: int) -> None:
     for bad in ({"stage": 4}, {"stage": 2, "secondary_shard_size": 2}, {"stage": 1, "shard_replicas": True}):
         with pytest.raises(ArgumentError, match="ZeroPolicy"):
@@ -187,3 +125,86 @@ def test_mistakes(rank: int, world_size: int) -> None:
         with pytest.raises(ArgumentError, match=text):
             fully_shard(model, zero=policy, **options)
     assert type(model) is nn.Linear and not isinstance(model, fsdp2.FSDPModule)
+
+
+# --- the table of costs in docs/parallel.md, evaluated and run --------------------------------------------------------
+
+
+COSTS = next(rows for _, header, rows in tables(ROOT / "docs" / "parallel.md") if header[0] == "policy")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+class Lora(nn.Module):
+    """A frozen layer and a trainable one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(DIM, DIM, bias=False)
+        self.base.requires_grad_(False)
+        self.adapter = nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.adapter(x)
+
+
+@on_ranks(4)
+def test_costs_of_zero(rank: int, world_size: int) -> None:
+    """docs/parallel.md: each row's policy, for W = 4, S = R = 2, N = 3 and M = 5; the second step as the first."""
+    for policy_text, *collectives, nbytes_text in COSTS:
+        known: dict[str, Any] = {"N": LAYERS, "M": MICROBATCHES, "W": world_size, "S": 2, "R": world_size // 2}
+        policy: ZeroPolicy = eval(policy_text.strip("`"), {"ZeroPolicy": ZeroPolicy, **known})
+        wanted: Counter[tuple[str, int]] = Counter()
+        for kind, text in zip(KINDS, collectives, strict=True):
+            for times, ranks in re.findall(r"`([^`]+)` over (\w)", text):
+                wanted[kind, known[ranks]] += eval(times, dict(known))
+        known |= {"P": LAYERS * DIM * DIM * 4, "f": lambda n: (n - 1) / n}
+        model = shard(nn.Sequential(*(Lora() for _ in range(LAYERS))) if policy.keep_frozen else stack(), zero=policy)
+        for index in range(2):
+            with events.record() as log:
+                step_with_flag(model, rank)
+            if index or not policy.keep_frozen:
+                found = Counter((event.kind, event.group_size) for event in log if event.group_size)
+                assert found == wanted, policy_text
+                assert received(log) == pytest.approx(eval(nbytes_text.strip("`"), known)), policy_text
+            model.zero_grad()
+
+
+def received(log: list[events.Event]) -> float:
+    """Bytes that this rank receives, by the ring algorithms."""
+    total = 0.0
+    for event in log:
+        if event.group_size:
+            whole = event.nbytes * (event.group_size if event.kind == "reduce_scatter" else 1)
+            times = 2 if event.kind == "all_reduce" else 1
+            total += times * whole * (event.group_size - 1) / event.group_size
+    return total
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("stage", "params", "grads"), [(0, 1, 1), (1, 1, 1), (2, 1, 0), (3, 0, 0)])
+def test_memory_of_zero(rank: int, world_size: int, stage: int, params: int, grads: int) -> None:
+    """What is whole between the backwards of a step, and after its last, in parts of all parameters."""
+    model = shard(zero=ZeroPolicy(stage))
+    whole: list[Tensor] = []
+    hooks = [layer.register_forward_pre_hook(lambda module, args: whole.append(module.weight)) for layer in model]
+
+    def held() -> tuple[float, float]:
+        """Whole parameters, and gradients on them."""
+        numel = LAYERS * DIM * DIM
+        storage = sum(weight.untyped_storage().nbytes() // weight.itemsize for weight in whole)
+        return storage / numel, sum(weight.grad.numel() for weight in whole if weight.grad is not None) / numel
+
+    model.set_is_last_backward(False)
+    run(model, rank)
+    for hook in hooks:
+        hook.remove()
+    assert held() == (params, grads)
+    model.set_is_last_backward(True)
+    run(model, rank, 1)
+    assert held()[0] == (1 if stage == 0 else 0)
+    assert (
+        sum(param.to_local().numel() for param in model.parameters()) * (1 if stage == 0 else 2) == LAYERS * DIM * DIM
+    )
+    assert all(param.grad.to_local().shape == param.to_local().shape for param in model.parameters())
+    if stage:
+        assert held()[1] == 0
