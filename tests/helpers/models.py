@@ -19,9 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.parity_models import assert_gradients, batch, local, mean_gradients
 
-# Input and output features of the two layers of `mlp`: even and uneven, larger and smaller than the usual worlds.
-MLP_SHAPES = [(16, 15, 8), (7, 15, 3), (16, 17, 8)]
-
 
 def mlp(*features: int, bias: bool = True) -> nn.Sequential:
     """Linear layers with these features, a ReLU after each but the last. Layers are at even indices."""

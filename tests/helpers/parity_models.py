@@ -286,24 +286,10 @@ class Race:
             self._same(f"{when}: {name}, against one process", local(param), shard_like(plain_param, param), False)
 
 
-def run_logged(model: nn.Module, rank: int, *kinds: str) -> tuple[str, str]:
-    """The logs (`lines` of these kinds) of a forward of `Layers` and of its backward."""
-    with fsdp2.events.record() as forward:
-        loss = model(batch(0, rank, 4)).sum()
-    with fsdp2.events.record() as backward:
-        loss.backward()
-    return lines(forward, *kinds), lines(backward, *kinds)
-
-
 def expect(rank: int, actual: str, expected: str) -> None:
     """`assert_expected_inline` on every rank; with EXPECTTEST_ACCEPT=1 only rank 0 rewrites the test."""
     if rank == 0 or not os.environ.get("EXPECTTEST_ACCEPT"):
         assert_expected_inline(actual, expected, skip=1)
-
-
-def lines(log: Iterable[fsdp2.events.Event], *kinds: str) -> str:
-    """One event a line, of the given kinds, the root unit shown as "(root)"."""
-    return "".join(f"{event.kind} {event.unit or '(root)'}\n" for event in log if event.kind in kinds)
 
 
 def count(log: Iterable[fsdp2.events.Event], *kinds: str) -> dict[str, int]:
