@@ -178,13 +178,17 @@ def test_replacing_a_parameter_by_a_plain_one(rank: int, world_size: int) -> Non
 
 
 @on_ranks(2)
-def test_moves_keep_pending_gradients(rank: int, world_size: int) -> None:
-    """Behaviour 36: unsynced gradients survive a device move between microbatches."""
+@pytest.mark.parametrize("how", ["move", "convert"])
+def test_moves_keep_pending_gradients(rank: int, world_size: int, how: str) -> None:
+    """Behaviour 36: unsynced gradients survive a move, or an export in float64, between microbatches."""
     plain = linears(2)
     model = sharded_copy(plain, lambda m: (fully_shard(m[0]), fully_shard(m)))
     model.set_requires_gradient_sync(False)
     run_step(model, rank, 0)
-    model.cpu()
+    if how == "move":
+        model.cpu()
+    else:
+        model.to(torch.float64).to(torch.float32)
     model.set_requires_gradient_sync(True)
     run_step(model, rank, 1)
     first, second = (reference_grads(plain, world_size, step) for step in (0, 1))
