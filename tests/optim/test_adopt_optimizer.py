@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -250,6 +251,21 @@ def test_made_before_the_model_has_memory(rank: int, world_size: int, tmp_path: 
     changed = [not torch.equal(local(p), v) or not v.numel() for p, v in zip(model.parameters(), values, strict=True)]
     assert changed == kept
     assert bool(texts) == (route == "to_empty"), texts  # of the parameters that torch has replaced
+
+
+@on_ranks(2)
+def test_what_refers_weakly_makes_new_objects(rank: int, world_size: int) -> None:
+    """torch cannot exchange tensors that something refers to weakly. The first step says so."""
+    with torch.device("meta"):
+        model: Any = Stack(depth=1)
+    shard_blocks(fsdp2, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    watched = [weakref.ref(param) for param in model.parameters()]
+    materialize(model, seed=0)
+    assert all(weak() is not param for weak, param in zip(watched, model.parameters(), strict=True))
+    with stale_warnings() as texts:
+        step(model, optimizer, 0)
+    assert len(texts) == 1 and "inp.weight" in texts[0]
 
 
 @on_ranks(2)

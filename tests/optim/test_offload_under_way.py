@@ -182,3 +182,14 @@ def test_gradients_with_other_placements(rank: int, world_size: int, grads: bool
         optimizer.step()
         results.append(optimizer)
     assert_same(*results)
+
+
+@on_ranks(1)
+def test_steps_are_not_remembered(rank: int, world_size: int) -> None:
+    """A loop that never asks for the state kept a reference for each step of each unit."""
+    model = stack(Offload())
+    optimizer = optimizer_for(model.parameters(), Offload())
+    for step in range(3):
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    assert not optimizer._known.recent
