@@ -143,6 +143,25 @@ def test_which_blocks_are_recomputed(rank: int, world_size: int, how: Any, expec
     assert count(log, "all_gather", "reduce_scatter") == {"all_gather": 1 + 2 * 3, "reduce_scatter": 1 + 3}
 
 
+class Dropping(DecoderBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5))
+
+
+@on_ranks(2)
+def test_a_recomputed_block_draws_the_same_dropout(rank: int, world_size: int) -> None:
+    gradients = []
+    for how in ("none", "full"):
+        torch.manual_seed(0)
+        model, config = Lm(), ParallelConfig(activation_checkpointing=how)
+        model.blocks = nn.ModuleList(Dropping() for _ in range(2))
+        parallelize(model, config)
+        torch.manual_seed(1 + rank)
+        step(model, config)
+        gradients.append([param.grad.to_local() for param in model.parameters()])
+    assert_close(*gradients, rtol=0, atol=0)
+
+
 @on_ranks(2)
 def test_treated_blocks_are_what_they_were(rank: int, world_size: int) -> None:
     """Names of parameters and classes, copies, and memory."""
