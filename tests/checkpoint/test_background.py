@@ -20,6 +20,7 @@ from fsdp2 import ArgumentError, CheckpointError, checkpoint
 from fsdp2.checkpoint import saving
 from fsdp2.checkpoint.run.background import in_flight
 from fsdp2.checkpoint.storage.local import LocalWriter
+from tests.helpers.hostile_checkpoints import adam
 from tests.helpers.ranks import on_ranks
 from tests.helpers.source_tree import ROOT
 
@@ -53,6 +54,37 @@ def test_an_interrupted_wait_does_not_forget_the_save(tmp_path: Path, monkeypatc
     found = {"w": torch.empty(300_000)}
     checkpoint.load(tmp_path / "step-00000001", model=found)
     assert found["w"].eq(0).all()
+
+
+def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on, and everything else is changed, before anything is written."""
+    real, go = saving.write_file, threading.Event()
+    monkeypatch.setattr(saving, "write_file", lambda *args, **options: (go.wait(60), real(*args, **options))[1])
+    for consolidated in (False, True):
+        go.clear()
+        model, optimizer = adam()
+        expected = [param.detach().clone() for param in model.parameters()]
+        moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+        extra = {"list": [0], "tensor": torch.ones(5)}
+        options = {"consolidated": consolidated, "async_op": True}
+        pending = checkpoint.save(
+            tmp_path / str(consolidated), model=model, optimizer=optimizer, extra=extra, **options
+        )
+        extra["list"].append(1)
+        optimizer.param_groups[0]["lr"] = 7.0
+        with torch.no_grad():
+            for each in (
+                *model.parameters(),
+                *(state["exp_avg"] for state in optimizer.state.values()),
+                extra["tensor"],
+            ):
+                each.zero_()
+        go.set()
+        loaded = checkpoint.load(pending.wait(), model=model, optimizer=optimizer)
+        assert all(map(torch.equal, model.parameters(), expected))
+        assert all(map(torch.equal, [state["exp_avg"] for state in optimizer.state.values()], moments))
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        assert loaded.extra["list"] == [0] and loaded.extra["tensor"].eq(1).all()
 
 
 @pytest.mark.parametrize("runs", [False, True])
