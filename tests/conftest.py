@@ -29,6 +29,7 @@ from tests.helpers.ranks_worker import IGNORED_WARNINGS, RACES
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--races", action="store_true", help="run what runs on ranks under the race detector")
+    parser.addoption("--campaigns", action="store_true", help="run all of long campaigns, not only their beginnings")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,8 +58,12 @@ MAX_PROTECTIVE_CASES = 2
 MAX_PROTECTIVE_CASES_ON_MANY_RANKS = 1  # four and more, where each takes twice as long
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _sample_large_grids(items)
+    if not config.getoption("--campaigns"):
+        left = [item for item in items if item.get_closest_marker("campaign") is not None]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item.get_closest_marker("campaign") is None]
     items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONGEST)
     if torch.cuda.is_available():
         return

@@ -277,8 +277,8 @@ def unwanted(outcomes: list[Outcome], *wanted: str) -> list[str]:
     return [f"save: {error}" for error in errors if not any(each in error for each in wanted)]
 
 
-sampled = pytest.mark.parametrize("count", [6, pytest.param(200, marks=EXHAUSTIVE)])
-sampled_remote = pytest.mark.parametrize("count", [3, pytest.param(100, marks=EXHAUSTIVE)])  # requests take time
+sampled = pytest.mark.parametrize("count", [6, pytest.param(100, marks=EXHAUSTIVE)])
+sampled_remote = pytest.mark.parametrize("count", [3, pytest.param(50, marks=EXHAUSTIVE)])  # requests take time
 
 
 @sampled

@@ -344,6 +344,7 @@ def _manager(config: Config, number: int, rank: int, port: int) -> Any:
         store_port=port,
         lighthouse_addr=config.meets_at,
         replica_id=f"replica{number}",
+        init_sync=False,  # see docs/unequal.md
         hostname="127.0.0.1",
     )
 

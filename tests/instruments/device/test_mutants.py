@@ -12,6 +12,12 @@ from tests.instruments.device.mutants import MUTANTS_HERE, found
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(lagging.compiler() is None, reason="the lagging device needs a C++ compiler and Python's headers")
-@pytest.mark.parametrize("mutant", [pytest.param(each, id=each.name) for each in MUTANTS_HERE])
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(each, id=each.name, marks=pytest.mark.campaign if index % 4 else [])
+        for index, each in enumerate(MUTANTS_HERE)
+    ],
+)
 def test_a_wait_that_is_taken_out_is_found(mutant: Mutant) -> None:
     assert found(mutant)
