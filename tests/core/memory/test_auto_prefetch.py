@@ -18,7 +18,7 @@ from tests.helpers.models import check_step, is_sharded, units
 from tests.helpers.one_process import in_units
 from tests.helpers.parity_models import Layers, batch, full
 from tests.helpers.ranks import on_ranks
-from tests.helpers.schedules import orders
+from tests.helpers.schedules import order, orders
 from tests.instruments.races.detector import detecting
 from tests.instruments.races.models import make_model, train
 
@@ -158,6 +158,17 @@ def test_another_order_falls_back(rank: int, world_size: int, change: str) -> No
     plain.order = model.order = range(4)
     for step in range(3):
         check_step(model, plain, rank, world_size, step)
+
+
+@on_ranks(2)
+def test_wrong_guess_is_given_back_at_the_end_of_forward(rank: int, world_size: int) -> None:
+    """Layer 1 is prefetched and does not run; after the first difference nothing more is predicted."""
+    model = sharded(Ordered())
+    for _ in range(3):
+        forward_log(model, rank)
+    model.order = [0, 2, 3]
+    assert order(forward_log(model, rank, backward=False)) == "+root +0 +1 -0 +2 -2 +3 -3 -root -1"
+    assert is_sharded(model)
 
 
 @on_ranks(2)

@@ -48,14 +48,18 @@ def test_a_copy_is_a_model_of_its_own(rank: int, world_size: int, when: str, hsd
 
 
 @on_ranks(2)
-def test_tied_weights_and_lists_stay_together(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("borrows", [False, True])
+def test_tied_weights_and_lists_stay_together(rank: int, world_size: int, borrows: bool) -> None:
+    """As one unit; or as two, of which the copy of the second borrows from the copy of the first."""
     plain = TiedLm()
     model = copy.deepcopy(plain)
-    fully_shard([model.embed, model.head])
+    for modules in (model.embed, model.head) if borrows else ([model.embed, model.head],):
+        fully_shard(modules)
     shard_blocks(fsdp2, model)
     copied = copy.deepcopy(model)
     assert copied.head.weight is copied.embed.weight is not model.embed.weight
-    assert fully_shard.state(copied.head) is fully_shard.state(copied.embed)
+    assert (fully_shard.state(copied.head) is fully_shard.state(copied.embed)) is not borrows
+    del model
     check(copied, plain, rank, world_size, step)
 
 
