@@ -1,8 +1,6 @@
 """Session-wide set-up: one thread per process, pools closed at the end, which cases are in the protective tier, what
 the `gpu` marker means, known warnings, no name server."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

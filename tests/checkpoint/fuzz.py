@@ -5,8 +5,6 @@ An *accident* damages bytes anywhere: loading raises an error of fsdp2, or bring
 returns. Neither may raise anything else, hang, allocate what no file can hold, or open a file outside of the folder.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,8 +1,6 @@
 """How ranks agree on a save: which save of one rank belongs to which of another, threads that cannot be started, a last
 rank that dies while it completes the checkpoint."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Saves in the background: those that are waited for and interrupted, ranks that come late, processes that fork."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Hostile files cost memory and time in proportion to what they hold: each is read in a process that is measured."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

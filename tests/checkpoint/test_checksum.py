@@ -1,7 +1,5 @@
 """Checksums of blocks: known values, and a faster library that must give the same."""
 
-from __future__ import annotations
-
 import sys
 import zlib
 

@@ -1,8 +1,6 @@
 """``python -m fsdp2.checkpoint``, and the functions behind it: what is in a checkpoint, what is wrong with it.
 Damage is made in real files; every kind of it has to be named."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The moment in which a save begins to count: what was there before stays loadable, and so does what counts already."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

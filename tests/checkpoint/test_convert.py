@@ -1,7 +1,5 @@
 """Conversion between layouts, worlds and formats: the same bits, in bounded memory, and nothing is half done."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

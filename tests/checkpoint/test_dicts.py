@@ -1,7 +1,5 @@
 """Plain state dicts, large tensors, and ranks that have different things or save among themselves."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any, Literal

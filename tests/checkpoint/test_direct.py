@@ -1,7 +1,5 @@
 """Writing past the page cache: the bytes of the file are the same, whatever the ranges and the file system."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """What a run keeps besides tensors of model and optimizer: values, objects, random numbers; each rank's or common."""
 
-from __future__ import annotations
-
 import collections
 import math
 import random

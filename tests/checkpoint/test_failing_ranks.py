@@ -1,8 +1,6 @@
 """Ranks that cannot write, do not agree, come late or are interrupted: every rank learns it in time, and the checkpoint
 before is as it was."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -4,8 +4,6 @@ One test a row of the table of faults, as far as files are concerned; for ranks 
 `test_failing_ranks.py`, for those that die `test_kills.py`.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

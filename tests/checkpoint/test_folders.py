@@ -1,7 +1,5 @@
 """The folders of a run, from the outside: what is there, what is refused, what goes; saves in the background."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Foreign and hostile files that were once read wrongly, or for minutes, or into all of the memory."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What runs on loading: hooks of modules, as with torch. (Those of optimizers are refused: test_refused.py.)"""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 What is written here are the tricks that have a name; `fuzz.py` tries the others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """DCP folders: written by torch's FSDP2, FSDP1 and plain models and by ours, read into any sharding."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """DCP folders that are not what they seem: several models, files of two saves, what is no tensor, permuted tensors."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of other libraries, damaged or made to harm: an error, or the right values; and nothing is executed."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

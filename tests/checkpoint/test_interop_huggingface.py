@@ -1,7 +1,5 @@
 """Hugging Face folders: one file or several, damaged indices, links of the hub's cache."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

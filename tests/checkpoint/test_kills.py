@@ -4,8 +4,6 @@ A step is an operation that others can see: a system call that changes files, or
 counts them and kills itself before the k-th, so the matrix is complete by construction: it ends where a save ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

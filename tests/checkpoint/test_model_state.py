@@ -1,7 +1,5 @@
 """What of a model goes into a checkpoint: extra state, tied weights, tensors that are not dense or not the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

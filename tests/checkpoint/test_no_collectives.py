@@ -3,8 +3,6 @@
 Counts, not times: `benchmarks/checkpoint` has the times.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

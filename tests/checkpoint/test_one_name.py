@@ -1,7 +1,5 @@
 """Around one name, step by step: a save that another one overtakes, and readers whose folder is replaced."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Optimizer state by FQN: every optimizer of torch, across worlds; param groups that differ; state that is nested."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import math

@@ -1,7 +1,5 @@
 """Several optimizers and models in one checkpoint; state of an optimizer that is not the one which loads it."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which checkpoints go and which stay: damage, roll-backs, names that others use, deletions that are cut off."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What cannot be saved is named, and nothing is written. Some of it was lost without a word, or ended in torch's
 errors, or ended the process."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ The storages: fsspec's memory; `Disk`, a file system with folders; `Bucket`, an 
 (`tests/helpers/object_store.py`).
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

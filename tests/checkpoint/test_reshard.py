@@ -5,8 +5,6 @@ A random case is a function of its seed. ``FSDP2_CHECKPOINT_SEEDS=1000`` runs mo
 ``FSDP2_CHECKPOINT_SEEDS=17:18`` runs one.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Killed and resumed is the same as never killed, to the last bit."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ Every process is a job of its own (without a process group), unless a test says 
 same number, so a mixture shows.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """Ranks that read different folders: all are told before a tensor changes."""
 
-from __future__ import annotations
-
 import json
 import time
 import warnings

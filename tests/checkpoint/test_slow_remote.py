@@ -1,7 +1,5 @@
 """Saves to an S3-compatible server that is slow and fails: with the real client, s3fs, in real processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

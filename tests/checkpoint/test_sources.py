@@ -1,7 +1,5 @@
 """`sources` of `fsdp2.checkpoint.load`, and `load_from_rank`: other names, fused, transposed, seen by one rank only."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Weights that one rank reads for all, where reading fails or ranks ask differently: each of them learns of it."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a model is to a checkpoint: names, dtypes, ties, buffers, strictness, meta models."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ They are a local file system, fsspec's memory, and an object store
 (`tests/helpers/object_store.py`).
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,8 +1,6 @@
 """Models that torch's own `fully_shard`, its tensor parallelism, DTensors and DDP have sharded: of fsdp2 their program
 needs `fsdp2.checkpoint` alone."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Folders that transformers wrote with `save_pretrained`, whose names and layouts are not those of the model's class:
 `load` follows the mapping that transformers publishes."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

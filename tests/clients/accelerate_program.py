@@ -6,8 +6,6 @@ Its plugin comes from the command line of `accelerate launch` alone. Each rank w
 gradients, parameters, and for each module where its class and the classes above it come from.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -14,8 +14,6 @@ before it imported the test module and so the client. For each script it forks o
 torchrun would have set (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, ...), and makes its own process group.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

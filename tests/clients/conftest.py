@@ -1,7 +1,5 @@
 """These tests need the client packages (`make test-clients` installs them). Without, they are not collected at all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path

@@ -3,8 +3,6 @@
 python -m tests.clients.server torch|fsdp2 MODULE
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import multiprocessing

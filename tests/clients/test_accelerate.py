@@ -1,7 +1,5 @@
 """Hugging Face Accelerate: its FSDP2 plugin and its `ParallelismConfig`, unmodified, on torch's FSDP2 and on ours."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

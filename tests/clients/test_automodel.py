@@ -1,8 +1,6 @@
 """NeMo Automodel's parallelizer on a mesh of its own, with its gradient accumulation, its clipping, and the head that
 its models call in the dtype that the head's FSDP2 unit computes in; without its recipes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 backward and keeps the unit unsharded meanwhile; without its trainer. The MLP is a unit of its own: the tiled MLP
 reshards its unit in backward, and in a larger unit attention would need its weights after that, with either library."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """bitsandbytes' 4- and 8-bit layers as a frozen base, under LoRA adapters of PEFT. 4-bit weights are sharded as they
 are packed, and the layers keep what unpacks them; 8-bit weights keep that themselves, so with FSDP2 they stay whole."""
 
-from __future__ import annotations
-
 import bitsandbytes as bnb
 import pytest
 import torch

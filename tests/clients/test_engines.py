@@ -1,7 +1,5 @@
 """What engines get of `fsdp2.weights` through the adapters of examples/engines.py, with the engines' own classes."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from functools import partial

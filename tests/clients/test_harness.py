@@ -1,7 +1,5 @@
 """The comparison notices a difference, a library that is not in place, and a rank that fails."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

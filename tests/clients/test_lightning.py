@@ -1,8 +1,6 @@
 """Lightning, unmodified: `ModelParallelStrategy` of Fabric and of the Trainer, which leaves `fully_shard` to a function
 of the program. The model is Lightning's demo, a Transformer with dropout. 20 steps of two micro-batches, clipped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

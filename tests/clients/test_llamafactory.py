@@ -1,7 +1,5 @@
 """LLaMA-Factory's FSDP2 engine, without its trainer: bf16, all weights or a LoRA adapter, and its checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """OLMo-core's train module: its own Transformer, sharded by it, micro-batches, clipping, a skip-step optimizer; without
 the Trainer around it, which needs a data loader and a folder to save to."""
 
-from __future__ import annotations
-
 from unittest.mock import MagicMock
 
 import pytest

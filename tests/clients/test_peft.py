@@ -1,7 +1,5 @@
 """Hugging Face PEFT, unmodified, on torch's FSDP2 and on ours: LoRA on a frozen base, sharded by hand or Accelerate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

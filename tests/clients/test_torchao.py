@@ -1,8 +1,6 @@
 """torchao, unmodified, on torch's FSDP2 and on ours: low-precision training tensors, which change their own all-gather
 (`fsdp_pre_all_gather`), and optimizers with 8-bit and 4-bit states on DTensor shards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torchtitan 0.3: its own trainer and `apply_fsdp_to_decoder` on its debug models, bitwise as on torch's FSDP2."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ torchtune 0.6.1 cannot be imported with the torchao that test_torchao.py uses. `
 it works with into a folder of its own, which only the ranks of these tests see.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import runpy

@@ -2,8 +2,6 @@
 that a program shards, and models that transformers itself shards while it loads them, in all its combinations.
 20 steps of two micro-batches each, clipped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """trl, unmodified: its own programs `trl/scripts/sft.py` and `dpo.py` as the wheel has them, so its `SFTTrainer` and
 `DPOTrainer` (with a sharded reference model), on Accelerate's FSDP2 plugin. 20 steps of two micro-batches, clipped."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

@@ -1,8 +1,6 @@
 """verl's FSDP2 helpers, without ray: units, a state dict from rank 0, its own clipping, resharding off for an
 evaluation, offloading between steps."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """`fsdp2.weights` of a model with adapters of PEFT: what `merge_and_unload` makes in one process, bit for bit."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

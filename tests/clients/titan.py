@@ -6,8 +6,6 @@ get torchtitan's `ScaledDotProductAttention`. Everything else is torchtitan's: m
 optimizer, checkpoints. Import this before anything else of torchtitan.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A tiny Llama, a loop that trains it as a client's trainer would, and what several clients need to run here."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec

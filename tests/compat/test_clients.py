@@ -5,8 +5,6 @@ One job of two ranks makes all checks: each runs first on torch's FSDP2, then, i
 agree. It is a process of its own because `install` must come before any client's imports.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ Everything runs in Python processes of their own: what was imported before matte
 lot. What programs and torch's own clients then do is in test_programs.py and test_clients.py.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What docs/migration.md says of FSDP1's strategies: the same training, and the same collectives."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """What clients do to a sharded model (tests/clients), without a client: fill it, tie its weights, look up its class."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

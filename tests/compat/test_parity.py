@@ -4,8 +4,6 @@
 Against torch the comparison is bit by bit where at most two numbers meet in each sum: addition commutes.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

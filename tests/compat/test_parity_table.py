@@ -1,7 +1,5 @@
 """docs/parity.md: every row's claim runs on torch's FSDP2 and on ours, and the page shows what was seen."""
 
-from __future__ import annotations
-
 import runpy
 import warnings
 from typing import Any

@@ -3,8 +3,6 @@
 They differ in how a process is started, which test_compat.py shows in short; one script does all that a client does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

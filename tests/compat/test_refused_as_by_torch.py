@@ -5,8 +5,6 @@ says why not. Where torch takes a wrong value silently (``mp_policy=torch.bfloat
 raises. Whatever raises has changed nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """Code of torch that takes a sharded model for any module with DTensor parameters: checkpoint helpers, averaging,
 norms, counters, parametrizations (Behaviour 4, 167-171)."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Ranks that share one GPU over NCCL (see `benchmarks.gpu.groups.share_gpu`), for what `tests/instruments/device/` does
 on ranks with a lagging device each. Arithmetic is the GPU's, so values are near those of the CPU instead of equal."""
 
-from __future__ import annotations
-
 import os
 
 import torch

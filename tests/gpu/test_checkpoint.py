@@ -1,7 +1,5 @@
 """Checkpoints of what is on a GPU: staged through pinned memory, complete whatever stream wrote the values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

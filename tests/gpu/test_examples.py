@@ -1,7 +1,5 @@
 """Examples on two and four ranks that share a GPU over NCCL."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Collectives of NCCL that do not end: the watchdog sees them, the group is aborted, and every rank that lives gets the
 error. Real processes, which are forked for one case each and share a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

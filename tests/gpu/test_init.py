@@ -1,7 +1,5 @@
 """Initialisation on a GPU: the values are those of one process on that GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What `tests/instruments/device/` trains on the lagging device, on a GPU that two or four ranks share over NCCL."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What happens on accelerators only, seen on the CPU with simulated streams (see tests/core/memory/test_streams.py)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

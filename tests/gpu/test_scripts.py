@@ -1,7 +1,5 @@
 """The scripts of benchmarks/gpu run: each of them here on the CPU, with tiny models. What they measure needs a GPU."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,8 +1,6 @@
 """Streams and memory on a GPU: nothing waits for the device, results do not depend on which stream is late, and memory
 is what the design says, in every step. `tests/core/memory/test_streams.py` proves the same with simulated streams."""
 
-from __future__ import annotations
-
 import argparse
 import warnings
 from collections.abc import Iterator

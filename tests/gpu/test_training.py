@@ -2,8 +2,6 @@
 as two ranks on one GPU, and as rank 0 of 8 of a simulated group (benchmarks/gpu/groups.py), whose copies make numbers
 deterministic."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Every value is a function of its name, so any rank of any world knows what it sh
 seen what was saved: `value_of` makes the whole tensor, `shard_like` cuts this rank's part out of it.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Collectives that are planned and started for once. Each function returns what waits for the end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple

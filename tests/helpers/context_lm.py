@@ -1,7 +1,5 @@
 """A language model for context parallelism, and its training on whole batches in one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

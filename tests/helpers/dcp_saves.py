@@ -1,7 +1,5 @@
 """What `torch.distributed.checkpoint` saves, without the warnings that belong to how it is called here."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Start the examples as a user does, by torchrun or without it, and read what a run leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tensors with an all-gather extension: they say themselves what is gathered and what becomes of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

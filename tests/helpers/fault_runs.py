@@ -1,8 +1,6 @@
 """Runs of faults, and what must come of them: an error with a name on every rank that lives, within seconds, and no
 parameter stepped with anything wrong (docs/launching.md). Real processes, which are forked for one fault each."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Training jobs in which a rank misbehaves, for `tests/core/errors/test_safety.py`."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -4,8 +4,6 @@
 files say and put all checksums right again (`signed`), as an attacker would; or leave them, as an accident does.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Optimizers of whole matrices: one as a user may write it, parameters with given gradients, and comparisons."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Meshes that the bodies of a worker share, since making a mesh makes process groups."""
 
-from __future__ import annotations
-
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 _made: dict[tuple[str, tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}

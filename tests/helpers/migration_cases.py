@@ -1,7 +1,5 @@
 """A model and its step, for what documents say of settings; and the tables of a document."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator

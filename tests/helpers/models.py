@@ -3,8 +3,6 @@
 Inputs are `batch(step, rank, dim)` of `parity_models`: a function of step and rank, so any rank can make the others'.
 """
 
-from __future__ import annotations
-
 import copy
 import textwrap
 from collections.abc import Callable, Iterable

@@ -8,8 +8,6 @@ patched. A process that has imported everything and started nothing (the nursery
 of milliseconds; several run at the same time. `body` is a function of a test module, called as ``body(rank, *args)``.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import itertools

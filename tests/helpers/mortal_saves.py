@@ -1,7 +1,5 @@
 """What ranks save that die or fail meanwhile (see `mortal_ranks.py`), and whether a checkpoint holds it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

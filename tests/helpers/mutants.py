@@ -1,7 +1,5 @@
 """Planted faults: functions of the library that have other code for a while, in this process."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -3,8 +3,6 @@
 Keys are flat; an object appears when its upload has ended; listings are kept until told otherwise; nothing is renamed.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Layers that are offloaded and their training; what holds back offloaded steps, and what shows them under way."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A sharded copy of a plain model, and its gradients against those of one process that has the batches of all ranks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

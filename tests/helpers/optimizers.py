@@ -1,7 +1,5 @@
 """Optimizers of torch that go over parameters one by one, and whether two of them are in the same state, bit by bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

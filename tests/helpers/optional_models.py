@@ -5,8 +5,6 @@ The tower is optional and has an unused parameter, whose gradient stays None; th
 has a gradient only where the tower runs.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ step. `options_case.py` trains with several of them, and `core/sharding/test_opt
 for every option alone and for every pair.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Several options together: the sharded model, and its training. `reference` trains the plain model in one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The model of the tests of options, with the parameters that an option asks for, and collectives of a user's own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ In the race all ranks together work on one global batch a step: each data rank o
 model on the whole of it, in one process. Losses, gradients and parameters are compared at every step.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence

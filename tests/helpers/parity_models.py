@@ -5,8 +5,6 @@ summed in rank order and divided by the number of ranks. Batches are functions o
 all of them.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Iterable

@@ -5,8 +5,6 @@ says what that is on torch and here. `tests/compat/test_parity_table.py` runs th
 page. A pair of values is (inner unit, root).
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

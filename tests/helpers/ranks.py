@@ -12,8 +12,6 @@ After a failure or a hang the pool is thrown away. A rank that hangs is reported
 its traceback.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

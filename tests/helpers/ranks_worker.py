@@ -1,7 +1,5 @@
 """One rank of a pool, a process: loads test modules, runs bodies, reports. See `ranks_pool.py`."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import importlib

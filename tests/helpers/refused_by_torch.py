@@ -1,7 +1,5 @@
 """Models that FSDP2 of torch 2.13 refuses or breaks, and that train here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

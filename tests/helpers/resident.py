@@ -5,8 +5,6 @@ and pieces between others that are in use. A tensor that lies in what earlier te
 come one after the other, each in another such piece, look as if they were there all at once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import sys

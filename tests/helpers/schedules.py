@@ -1,8 +1,6 @@
 """When units are gathered, freed and reduced, in one line to read: `+0 +1 -0` is an unshard of layer 0 and of layer 1,
 and a reshard of layer 0; `~0` is the reduce-scatter of layer 0."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch import nn

@@ -5,8 +5,6 @@ script as `__main__`, with its arguments, environment, folder and output. Severa
 What is about torchrun itself, about what is imported when, or about processes that are killed needs real processes.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Folders without room: what a test does with them fails in the same way on every machine."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

@@ -3,8 +3,6 @@
 Imports no torch. `ROOT` is the folder of the repository.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Many ranks without processes: as threads of this one, or as one rank of a world that only exists on paper."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

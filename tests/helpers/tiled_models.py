@@ -1,7 +1,5 @@
 """Models of which one has its large layers in tiles, and the comparison of both."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from typing import Any

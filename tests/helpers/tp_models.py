@@ -4,8 +4,6 @@ The reference is one process with the plain model. Ranks that differ only on the
 data-parallel rank, not a global one, names a batch.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator

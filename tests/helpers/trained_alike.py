@@ -1,7 +1,5 @@
 """Training of a model against one process, under each way to reshard: for parameters that torch's FSDP2 refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """Small models of transformers whose names, or layouts, in a Hugging Face checkpoint are not those of their classes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A net of two layers that are units, its step, and the comparison of its gradients with those of a plain one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A model of two units, its loss, and what the tests of losses compare (`core/gradients/test_nothing_lost.py`)."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models whose blocks `auto_shard` has to find."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from tests.helpers.models import TransformerBlock

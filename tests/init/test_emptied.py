@@ -1,7 +1,5 @@
 """Memory of `to_empty` that nobody fills is an error at the first forward, and filled memory never is."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator

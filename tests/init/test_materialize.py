@@ -1,7 +1,5 @@
 """`fsdp2.init.materialize`: one call from the meta device to a model that trains, the same on any number of ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

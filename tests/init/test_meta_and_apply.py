@@ -1,7 +1,5 @@
 """Building on the meta device, moving, converting and replacing parameters (tests/behaviour.md, section D)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

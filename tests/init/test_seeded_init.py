@@ -1,7 +1,5 @@
 """`fsdp2.init.seeded` on real ranks: sharded models are those that one process makes, bit for bit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ model.
 5). A model that is built eagerly from the same seed has other values, for its layers' constructors draw before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`fsdp2.adopt_optimizer`, and the warning for optimizers that hold what `fully_shard` has replaced."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

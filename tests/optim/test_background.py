@@ -1,7 +1,5 @@
 """The thread that steps behind compute: how many threads it uses, and on which cores."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`fsdp2.clip_grad_norm_`: every element counts once on any meshes, with one all-reduce where one group will do."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import inf, nan
 from typing import Any

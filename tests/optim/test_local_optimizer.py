@@ -1,8 +1,6 @@
 """`fsdp2.local_optimizer`: between steps what the torch optimizer over DTensors is, to the last bit, in steps not; and
 what one process gives, on any number and arrangement of ranks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

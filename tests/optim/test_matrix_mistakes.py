@@ -1,7 +1,5 @@
 """`matrix_optimizer`: gradients that are missing on some ranks; ranks, optimizers and states that do not fit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`fsdp2.optim.matrix_optimizer`: whole matrices on any number of ranks are stepped as in one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

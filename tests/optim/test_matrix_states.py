@@ -1,7 +1,5 @@
 """The state of `matrix_optimizer`: the same on all ranks, and in checkpoints of any number of ranks."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

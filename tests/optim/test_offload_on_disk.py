@@ -1,8 +1,6 @@
 """State in files (`Offload(tier=...)`): how much of it is in memory, who may look at it, and what happens when a disk
 is full, or a process dies. That the training is the same is in `test_offloaded.py`."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import errno

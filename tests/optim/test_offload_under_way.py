@@ -1,8 +1,6 @@
 """What happens while an offloaded step is under way: a signal, gradients that the model zeroes, a unit whose parameters
 have two dtypes, gradients with other placements."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ the background.
 With a CPU mesh nothing moves, but the step is deferred as on a device. The lagging device has copies that are late.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

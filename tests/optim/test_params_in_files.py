@@ -1,8 +1,6 @@
 """Sharded parameters in files (`Offload(params="files")`): how much of them is in memory, who may replace or move them,
 and what happens without room. That the training is the same is in `test_offloaded.py`."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import errno

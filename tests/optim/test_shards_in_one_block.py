@@ -1,7 +1,5 @@
 """Shards that stand together in one block of memory (`carving.py`): each mended bug of them, told as a story."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 from weakref import ref

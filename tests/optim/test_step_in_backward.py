@@ -1,7 +1,5 @@
 """`fsdp2.step_in_backward`: what a step after backward gives, bit by bit, with the gradients of one unit at a time."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -3,8 +3,6 @@
 The reference is the same model with torch's optimizer on the DTensors.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """What `parallelize` does to a model, beyond the losses of `test_parity.py`, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

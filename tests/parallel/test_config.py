@@ -1,7 +1,5 @@
 """`ParallelConfig`: values, files, and the arithmetic of ranks. Pure."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

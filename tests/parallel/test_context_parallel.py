@@ -4,8 +4,6 @@ The reference is one process with the plain model on all batches and whole seque
 over all tokens that count, of which ranks have different numbers.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import warnings

@@ -1,8 +1,6 @@
 """`dp_mesh_dims`: parameters are DTensors on one mesh of all axes, some of which are data parallel (Behaviour
 163-165)."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """`examples/parallel.py` as a user starts it: whatever the degrees, the losses are those of one process."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

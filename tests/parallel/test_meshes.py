@@ -1,7 +1,5 @@
 """The meshes of a config, and who reads which data: every combination of degrees on up to four ranks."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from math import prod

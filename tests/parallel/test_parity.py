@@ -1,7 +1,5 @@
 """`parallelize` trains as one process does with the same global batch, for every combination of degrees."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

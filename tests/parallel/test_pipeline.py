@@ -1,7 +1,5 @@
 """Stages of torch's pipelines made by `parallelize`, with every other kind of parallelism, against one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ Four ranks are a mesh of two pipeline ranks and two data-parallel ones. Each sta
 process that runs the whole model on every data-parallel rank's microbatches.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field

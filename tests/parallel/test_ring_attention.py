@@ -1,7 +1,5 @@
 """Ring attention against one process: values, gradients, work, messages, memory; and what happens when ranks differ."""
 
-from __future__ import annotations
-
 import gc
 import time
 from datetime import timedelta

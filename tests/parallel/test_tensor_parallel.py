@@ -1,8 +1,6 @@
 """Tensor parallelism first, then `fully_shard` on the other axes of the mesh (Behaviour 158-162): what parameters are
 outside and inside of forward, what is sent, other shard dims. Further tests are in `test_tensor_parallel_*.py`."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

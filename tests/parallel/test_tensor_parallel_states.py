@@ -1,7 +1,5 @@
 """Tensor-parallel models outside of training: meta devices, conversion, state dicts, optimizer states, clipping."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Training of tensor-parallel models under `fully_shard`: gradients, options, frozen, unused and tied parameters."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`parallelize` on models of transformers: blocks by `_no_split_modules`, tensor parallelism by the model's plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """A plan is what happens: bytes in memory, collectives and bytes on the wire, compared with real ranks; and time, with
 what arithmetic says of it."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from pathlib import Path

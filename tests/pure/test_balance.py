@@ -1,7 +1,5 @@
 """`balance` cuts a global batch so that ranks need as long as each other, as long as can be told from costs."""
 
-from __future__ import annotations
-
 import random
 from itertools import zip_longest
 

@@ -1,7 +1,5 @@
 """Tensors that lie end to end in memory: carved ones, and gradients that are clipped as one."""
 
-from __future__ import annotations
-
 import io
 import math
 

@@ -1,8 +1,6 @@
 """The pure geometry, exhaustively over small sizes (Behaviour 21-23, 27, 28), and the order of units, for every
 sequence of calls of three units (Behaviour 49, 56, 66, 67)."""
 
-from __future__ import annotations
-
 import itertools
 from itertools import pairwise
 

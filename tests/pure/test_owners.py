@@ -1,7 +1,5 @@
 """Which rank owns which matrix, what is a matrix, and what travels together: no process group."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """How the random values of a part of a tensor are made: pure functions, called for every rank of simulated worlds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import product

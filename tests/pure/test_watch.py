@@ -1,7 +1,5 @@
 """Trails, and what those of all ranks say: no process group."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import dataclass, replace

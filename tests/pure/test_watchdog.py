@@ -1,7 +1,5 @@
 """What a watchdog and a collector do with a question: a store, threads and real processes, but no rank that trains."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

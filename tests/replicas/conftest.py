@@ -1,7 +1,5 @@
 """The store in which replicas meet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks are killed, or stopped for a while. Survivors go on; what was committed is what one process has."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`fsdp2.Replicas` in one replica, and with what else a step may have."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

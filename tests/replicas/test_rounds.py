@@ -1,7 +1,5 @@
 """Who takes part: nobody trains alone while those who trained before still live."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import threading

@@ -1,7 +1,5 @@
 """The benchmarks run: each at its smallest size, as a user starts it, so that they do not rot. Nothing is timed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

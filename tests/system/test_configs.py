@@ -1,7 +1,5 @@
 """`train_lm.py --config`: the sample files train the same model on the same batches, whatever ranks share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -13,8 +13,6 @@ The info string behind a block's fence says how it runs:
 Blocks run in an empty folder, on the CPU. A failure shows the document's own line.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

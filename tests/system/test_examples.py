@@ -5,8 +5,6 @@ Three runs carry most of the tests: `whole` trains to the end, `stopped` is the 
 the others by `scripts.run_script`, which spares the import of torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

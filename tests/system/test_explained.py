@@ -1,7 +1,5 @@
 """`examples/explained.py`, an FSDP in 250 lines, trains bit by bit like the library."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

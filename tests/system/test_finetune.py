@@ -1,7 +1,5 @@
 """The fine-tuning example as a user starts it, judged by what transformers makes of the folder that it leaves."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

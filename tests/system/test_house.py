@@ -4,8 +4,6 @@ A limit is a default: to go beyond it, add a line to the table of exceptions, wi
 needed fails too.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

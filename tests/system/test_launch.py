@@ -6,8 +6,6 @@ processes; all that they start is real. The YAML files are parsed, and all their
 parsers of torchrun and of train_lm.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

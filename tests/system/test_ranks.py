@@ -1,7 +1,5 @@
 """The harness itself: failures, deaths and hangs are reported with their rank, and never reach the next test."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

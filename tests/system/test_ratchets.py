@@ -5,8 +5,6 @@ those of the same model without sharding. They are counted, so the machine's noi
 numbers here when you have made them smaller.
 """
 
-from __future__ import annotations
-
 import ast
 import gc
 import multiprocessing

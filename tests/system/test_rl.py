@@ -1,7 +1,5 @@
 """examples/rl.py as a user starts it: two ranks train, a process samples with their weights, and the reward grows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

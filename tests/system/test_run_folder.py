@@ -1,7 +1,5 @@
 """The folder of an example's run: what moves away before it starts, and what is forgotten."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """vision.py, diffusion.py and moe.py as a user starts them: they learn, on any number of ranks, and resume exactly."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a user sees of the package. (Type checkers: `make lint` checks tests/helpers/typed_program.py.)"""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """examples/unequal.py as a user starts it: both ways train on the same batches, and it says what each takes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Timelines of real steps: what is in them agrees with the events, the clock and the plan; and how they are written."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

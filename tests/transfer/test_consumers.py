@@ -1,7 +1,5 @@
 """Consumers and ranks that die or are slow, in processes of their own: an error that names the rank, not a hang."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What `fsdp2.weights` takes: memory of a few buckets, and plans that are as cheap on 4,096 ranks as on 8."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from types import FrameType

@@ -1,7 +1,5 @@
 """`fsdp2.weights` of models with other features: their values are those of `full_tensor()`, before and after a step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`fsdp2.weight_sets`: other values in the same shards. And `fsdp2.asleep` on the CPU, where files are the place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

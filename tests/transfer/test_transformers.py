@@ -1,7 +1,5 @@
 """`fsdp2.weights(names="transformers")`: the tensors that `save_pretrained` writes, which engines load."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """`fsdp2.weights`: what is published equals `full_tensor().to(dtype)` bit for bit, however the model is sharded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every kind of activation checkpointing and offloading, on sharded blocks (Behaviour 58, 175)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

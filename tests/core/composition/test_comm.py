@@ -1,8 +1,6 @@
 """One contract for every `Comm`: what the module docstring of `fsdp2.comm.base` draws, and as calls that are accepted
 where nothing moves (NCCL's coalesced calls on a fake group). And what `fsdp2.comm` does with process groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,8 +1,6 @@
 """What users may change in the communication (tests/behaviour.md, section P): collectives of their own, buffers,
 process groups, shared streams; and how much is communicated by default."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """Collectives of the user's own behind a `Comm`, and the ready-made ones whose buffers are the backend's: what is
 called with what, in which order, and that the numbers are those of the `Comm` below."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

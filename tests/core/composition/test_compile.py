@@ -1,8 +1,6 @@
 """`torch.compile` of sharded modules, with torch's own backends (Behaviour 173). Ahead-of-time autograd decides what
 is saved for backward, and the code is generated anew."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """HSDP: sharding over one axis of a 2-D mesh, replication over the other (Behaviour 106-111)."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings

@@ -2,8 +2,6 @@
 the model on all ranks' batches. Further tests of them are in `test_optional_*.py`.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optional units with accumulation, activation checkpointing, prefetching, mixed precision, ZeRO, steps in backward."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The log, and a trace of `torch.profiler`: the phases of a step, under the names that torch's FSDP2 gives them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

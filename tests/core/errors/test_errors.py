@@ -1,7 +1,5 @@
 """What `fully_shard` refuses, and what it says (tests/behaviour.md, section X)."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

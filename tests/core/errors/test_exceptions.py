@@ -1,7 +1,5 @@
 """After an exception: `reset_iter_state`, and the next iteration is exact (Behaviour 178, 179)."""
 
-from __future__ import annotations
-
 import gc
 import time
 from typing import Any

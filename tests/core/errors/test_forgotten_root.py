@@ -1,7 +1,5 @@
 """Trainable plain parameters beside sharded ones: named once, in the first backward, a clip or a save."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

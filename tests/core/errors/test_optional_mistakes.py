@@ -1,7 +1,5 @@
 """Optional units: what is refused, what is found while a step runs, and training after an exception."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Ranks that differ are an error with a name, within seconds, and no parameter is stepped with what they made of it
 (docs/launching.md). Real processes, which are forked for one case each and may be killed."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

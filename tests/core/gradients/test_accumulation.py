@@ -1,7 +1,5 @@
 """Gradient accumulation: what is reduced when, where gradients wait, in which dtype (Behaviour 95-105)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

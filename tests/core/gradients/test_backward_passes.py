@@ -1,7 +1,5 @@
 """Several forwards, several backwards: in one iteration, on one graph, unfinished on purpose (Behaviour 57-60, 63)."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

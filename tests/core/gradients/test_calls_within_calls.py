@@ -1,8 +1,6 @@
 """A forward within a forward of the same unit: nets that call themselves, adapters that ask the whole model. The inner
 call ended the unit's forward, and resharded what the rest of the outer one still needed."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from types import ModuleType

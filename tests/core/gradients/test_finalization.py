@@ -1,8 +1,6 @@
 """What torch 2.15 added: manual finalisation and kept storage (tests/behaviour.md, section Z), a dtype for each
 gradient (Behaviour 123), and what `test_accumulation.py` leaves of Behaviour 101-103."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

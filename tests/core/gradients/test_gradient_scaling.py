@@ -1,8 +1,6 @@
 """By what the sum of gradients is divided, as seen in the gradients (Behaviour 124-131);
 `tests/pure/test_scaling.py` has the table."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

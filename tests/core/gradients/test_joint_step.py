@@ -1,7 +1,5 @@
 """One rank's exception is everybody's, and all go on with the next batch, bit for bit (docs/unequal.md)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,8 +1,6 @@
 """Gradients that the model writes or changes itself: backwards that set `weight.grad`, hooks on unsharded weights. A
 weight whose backward was its own got no gradient, silently; a model's hook ran after the reduction."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

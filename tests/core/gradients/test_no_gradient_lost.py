@@ -1,8 +1,6 @@
 """Gradients are not lost: of tensors that modules keep, of losses outside of forward, with hooks on parameters, asked
 for by name, of units used twice. "Right" is one process with averaged gradients."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

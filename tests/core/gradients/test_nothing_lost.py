@@ -1,8 +1,6 @@
 """What a user does between steps reaches the shards, or is an error: evaluations, edits, clipping. "Right" is one
 process with averaged gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Replicated parameters are used as they are, so they must not change between forward and backward; whoever changes
 them at another time gets no error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """`torch.func` around a sharded model: losses that hold a derivative of the model itself (MeanFlow, PINNs). A loop that
 called a unit only within a transform trained nothing of it, silently; others ended in errors of autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """`fsdp2.join`: ranks with different numbers of microbatches give what one process gets that runs them all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 """Steps, clips and `zero_grad` while gradients wait to be reduced: a warning, and an error where nothing is ever
 trained; silence in every legal pattern of accumulation."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """Automatic forward prefetch: from the third forward on, what ran next in the last two is gathered ahead, without
 lists. Where the order changes, nothing is lost but the overlap."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`ZeroPolicy(keep_frozen="host")`: a frozen base is gathered once, and copied from host memory afterwards."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

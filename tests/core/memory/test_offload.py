@@ -1,8 +1,6 @@
 """CPU offload: sharded parameters, gradients and optimizer state in host memory (tests/behaviour.md, section S). With a
 CPU mesh nothing moves, but all rules hold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`offload_activations`: what needs no device. On a device: `scenarios_of_activations.py`."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

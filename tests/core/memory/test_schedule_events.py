@@ -3,8 +3,6 @@
 `Layers` multiplies by a parameter of the root first, so every layer's input needs a gradient, unless it has no
 `root_weight`."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

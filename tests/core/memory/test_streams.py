@@ -1,7 +1,5 @@
 """Memory on streams (docs/design.md, invariants 4 and 5), under the race detector on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """`tile`: a layer that is gathered tile by tile computes and trains as one that is gathered whole."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """`tile`: what is done with a model outside of forward and backward knows no tiles."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

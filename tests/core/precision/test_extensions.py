@@ -1,8 +1,6 @@
 """All-gather extensions: tensors that say themselves what is gathered and what becomes of it (tests/behaviour.md,
 section R)."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

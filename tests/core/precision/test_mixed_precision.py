@@ -1,7 +1,5 @@
 """Mixed precision: which dtype is gathered, computed in, reduced and kept (Behaviour 113-121)."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

@@ -2,8 +2,6 @@
 is summed in fp32. The oracle is one process that does the rounding by itself: `rounded` for the parameters,
 `.to(bfloat16)` for each rank's gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters that are replaced, changed, or given hooks or dtypes between steps: the next gather has to see it."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`copy.deepcopy` of sharded modules, which torch's FSDP2 refuses (Behaviour 7), and the EMA that it is for."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

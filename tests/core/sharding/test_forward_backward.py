@@ -1,7 +1,5 @@
 """What may go into and come out of a sharded module, and how often it may be called (section F)."""
 
-from __future__ import annotations
-
 import copy
 from collections import UserDict
 from collections.abc import Callable

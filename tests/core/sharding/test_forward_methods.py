@@ -1,7 +1,5 @@
 """Methods beside `forward` as entry points (tests/behaviour.md, section V)."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`full_params`: whole parameters for a while, written back on exit (PT#137129)."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

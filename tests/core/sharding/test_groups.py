@@ -1,7 +1,5 @@
 """Units of several modules: they gather and reduce together, whichever of them run (tests/behaviour.md, section J)."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What a `fully_shard` call takes under management, and what it leaves alone (tests/behaviour.md, section B)."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """Names that the model has: `fully_shard` swaps its class, and hides none of them."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Callable

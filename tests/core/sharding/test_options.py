@@ -4,8 +4,6 @@ A *set* is a few options together, chosen so that all sets hold every pair that 
 covering array): some hundred trainings in place of 1500. ``FSDP2_ALL_PAIRS=1`` trains each pair by itself.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Sequence

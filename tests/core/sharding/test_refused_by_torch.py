@@ -1,7 +1,5 @@
 """Parameters that torch's FSDP2 refuses or breaks."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

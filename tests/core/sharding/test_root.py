@@ -1,7 +1,5 @@
 """Which unit is the root, when that is decided, and what it decides (tests/behaviour.md, section E)."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from typing import Any

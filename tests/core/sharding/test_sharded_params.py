@@ -1,8 +1,6 @@
 """The forms of a parameter: DTensor on this rank's rows, plain tensor, and their gradients
 (tests/behaviour.md, section C)."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

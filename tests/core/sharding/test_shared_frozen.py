@@ -1,7 +1,5 @@
 """Shared, frozen and unused parameters (tests/behaviour.md, section K)."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from typing import Any

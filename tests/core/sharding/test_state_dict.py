@@ -1,7 +1,5 @@
 """State dicts: silent, live, loaded in place or by assignment, from full tensors too (Behaviour 167-170)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`reshard_after_forward` in all values, and unsharding by hand (tests/behaviour.md, sections H and I)."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

@@ -1,8 +1,6 @@
 """`auto_shard` and its policies: which modules become units, and what the report says. Plans are made without
 processes, from meta models."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

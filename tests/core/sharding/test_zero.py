@@ -1,7 +1,5 @@
 """`ZeroPolicy`: all policies train the same, at the costs that docs/parallel.md says."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import Any

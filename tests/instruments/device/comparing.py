@@ -1,7 +1,5 @@
 """The lagging accelerator, with collectives that do not end where ranks do different things; for ranks that do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.instruments.device import lagging

@@ -1,7 +1,5 @@
 """The lagging device is compiled before the first test, so that no test's time limit counts it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 It is registered for the life of a process, so that only ranks of `on_device_ranks` use it.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util

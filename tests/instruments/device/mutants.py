@@ -4,8 +4,6 @@ The list is that of the race detector (`races/mutants.py`), and some more in wha
 A mutant is found if training or a scenario gives other numbers than on the CPU, or an error, under one of the seeds.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """`on_device_ranks`: as `on_ranks`, on ranks that have a lagging device each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,8 +1,6 @@
 """What is done on the lagging device beside training: memory is counted, models are initialised, failures are reset.
 Each takes (rank, world_size, seed) and asserts."""
 
-from __future__ import annotations
-
 import copy
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Scenarios of `offload_activations`."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

@@ -1,8 +1,6 @@
 """What is done with files on the lagging device: checkpoints are saved and loaded, and states rest on a late disk. Each
 takes (rank, world_size, seed) and asserts."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator

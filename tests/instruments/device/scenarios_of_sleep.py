@@ -1,7 +1,5 @@
 """A model that sleeps: nothing of it is on the device, and the next step is the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """What the scenarios share."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator

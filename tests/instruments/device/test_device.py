@@ -1,7 +1,5 @@
 """The lagging device itself: who forgets to wait computes with wrong numbers, who waits does not; and its memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -5,8 +5,6 @@ As most loops, that of `Job` reads the norm of the gradients before it steps. On
 device: what it has queued behind a collective that is aborted is computed with garbage, and must not be saved.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

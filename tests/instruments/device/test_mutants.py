@@ -1,7 +1,5 @@
 """Waits that are taken out give wrong numbers on the lagging device."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.mutants import Mutant

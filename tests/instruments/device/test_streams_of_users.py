@@ -5,8 +5,6 @@ streams), 8186 (a reload over a live activation), torchtitan 2581 (`current_stre
 prime-rl 3196 (fresh streams each step make the allocator grow).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

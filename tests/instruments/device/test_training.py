@@ -1,7 +1,5 @@
 """Sharded training on the lagging device gives, bit for bit, what it gives on the CPU, whichever streams are late."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.instruments.device.ranks import SEEDS, on_device_ranks

@@ -1,7 +1,5 @@
 """What is trained on the lagging device and on the CPU: one small model, sharded with one feature at a time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

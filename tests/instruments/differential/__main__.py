@@ -1,7 +1,5 @@
 """python -m tests.instruments.differential: see `tests/instruments/differential/__init__.py`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

@@ -1,7 +1,5 @@
 """Programs from seeds. A seed and a number of ranks give the same program on every machine."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

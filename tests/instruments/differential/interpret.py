@@ -1,7 +1,5 @@
 """Runs a program on torch's FSDP2, on fsdp2 and in one process, in lock-step, on every rank; stops at a difference."""
 
-from __future__ import annotations
-
 import copy
 import os
 import time

@@ -1,7 +1,5 @@
 """Asks the table of known differences (`known.py`) about what happened, and whether fsdp2 may refuse it."""
 
-from __future__ import annotations
-
 import re
 
 from fsdp2.errors import FSDPError, OrderError

@@ -3,8 +3,6 @@
 What is not in it is a bug, here or in torch.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The modules that programs are made of. Every block maps (rows, DIM) to (rows, DIM), so any fits anywhere."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modules with which programs do things between steps, or should not do within one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

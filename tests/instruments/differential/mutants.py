@@ -3,8 +3,6 @@
 The kept program `missed/NAME.json` must differ with the fault, and be the same without it.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path

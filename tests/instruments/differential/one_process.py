@@ -4,8 +4,6 @@ Lines that compute run once for each rank's rows; what the ranks' gradients come
 by the documented meaning of the setters: a gradient waits unreduced, waits for the all-reduce, or has arrived.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Runs programs on pools of ranks: a hang or a dead process is a result too."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Makes a program that differs small: fewer actions, simpler models, as long as it differs in the same way."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator

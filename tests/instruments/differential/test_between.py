@@ -3,8 +3,6 @@
 A program is a model and its lines, and how it ends: "" where the last line runs as in one process.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.parity_models import TORCH_VERSION

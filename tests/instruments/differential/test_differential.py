@@ -1,7 +1,5 @@
 """The differential fuzzer: fixed seeds in the protective tier, many in the exhaustive one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -9,8 +9,6 @@ faults live in a copy of the last commit below build/mutants, where the protecti
 one fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import difflib

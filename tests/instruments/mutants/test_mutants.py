@@ -1,7 +1,5 @@
 """`make mutants` puts in faults, finds them by the tests given, and takes them out again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -16,8 +16,6 @@ This is the idea of `torch.cuda._sanitizer`, with bytes instead of whole tensors
 memory.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator

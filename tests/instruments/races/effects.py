@@ -1,7 +1,5 @@
 """What an operator reads and writes: by its schema, or by a table for those of ``c10d``, whose schemas do not say."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum

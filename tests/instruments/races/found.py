@@ -1,8 +1,6 @@
 """Whether the race detector finds a fault. Nothing is wrong with the values that such a program computes, because
 operators run at once; so what is found is found by the detector."""
 
-from __future__ import annotations
-
 import gc
 
 from fsdp2.comm.gloo import _unwaited

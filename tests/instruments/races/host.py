@@ -6,8 +6,6 @@ as it would between an accelerator and pinned memory. Its memory belongs to the 
 called, and only the host's own waiting orders them after what a stream does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

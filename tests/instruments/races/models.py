@@ -1,7 +1,5 @@
 """A model and a training whose memory on streams is watched."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

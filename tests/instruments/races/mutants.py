@@ -1,7 +1,5 @@
 """Waits, records and keep-alives of the library, to be taken out one at a time."""
 
-from __future__ import annotations
-
 from tests.helpers.mutants import Mutant
 from tests.instruments.races.mutants_of_offload import OF_OFFLOAD
 

@@ -1,7 +1,5 @@
 """The mutants of what moves to host memory: steps in the background, their states, and activations."""
 
-from __future__ import annotations
-
 from tests.helpers.mutants import Mutant
 
 __all__ = ["OF_OFFLOAD"]

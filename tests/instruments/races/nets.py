@@ -1,7 +1,5 @@
 """What the programs for the detector share: a small net, sharded and trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ have streams or memory of the detector's.
 `run` runs one, under the detector or without it. What it returns must not depend on that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace

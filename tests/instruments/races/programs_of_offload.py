@@ -1,7 +1,5 @@
 """Programs for the detector: what is in host memory, or in files, for a while."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Races, and how they are told: the parameter, both operations, both stacks."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The staging of a save (`fsdp2.checkpoint`), with an arena in host memory, which a thread of the host reads next."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

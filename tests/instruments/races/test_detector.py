@@ -1,7 +1,5 @@
 """The race detector itself: what it orders, what it reports, and how it tells it."""
 
-from __future__ import annotations
-
 import threading
 import time
 

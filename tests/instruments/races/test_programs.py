@@ -3,8 +3,6 @@
 `pytest --races` runs any test on ranks under the detector; `SUITES` are the modules for which that is done.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
