@@ -1,4 +1,4 @@
-"""What do saving and loading a sharded training state cost? See README.md beside this file.
+"""What do saving and loading a sharded training state cost? Results: README.md.
 
 python benchmarks/checkpoint/main.py                  # the tables in README.md
 python benchmarks/checkpoint/main.py --zlib           # as where the package isal is not installed

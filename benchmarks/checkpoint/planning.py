@@ -1,4 +1,4 @@
-"""What does a rank plan before the first byte is written, and how large is the manifest, at many ranks? See README.md.
+"""With many ranks, how much does each plan before it writes, and how large is the manifest? Results: README.md.
 
 python benchmarks/checkpoint/planning.py              # the second table in README.md
 

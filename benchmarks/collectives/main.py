@@ -1,4 +1,4 @@
-"""How long does each `Comm` take to move a unit's bytes, beside the backend's own collective? See README.md.
+"""How long does each `Comm` take for a unit's bytes, compared with the backend's own collective? Results: README.md.
 
 python benchmarks/collectives/main.py                                # 1 KB to 256 MB, 2 ranks: some minutes
 python benchmarks/collectives/main.py --short                        # 1 KB to 16 MB: half a minute

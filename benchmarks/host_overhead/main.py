@@ -1,4 +1,4 @@
-"""What does the host do for a unit in a step, beside computing? See README.md beside this file.
+"""How much host time does a unit take in a step, in addition to computing? Results: README.md.
 
 python benchmarks/host_overhead/main.py                                          # the tables in README.md
 python benchmarks/host_overhead/main.py --models tiny --worlds 8 --rounds 15     # 64 units of 8 parameters: 20 s

@@ -1,4 +1,4 @@
-"""What does it cost to come to a sharded model with values? See README.md beside this file.
+"""How much time and memory does it take to make a sharded model with values? Results: README.md.
 
 python benchmarks/init/main.py                          # 0.1 B parameters on 1, 2 and 4 ranks
 python benchmarks/init/main.py --sizes 1 --ranks 2      # 1 B; add --dtypes fp32 for one of the two

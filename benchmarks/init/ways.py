@@ -1,4 +1,4 @@
-"""Ways to come from nothing to a sharded model with values: what is timed, and what is known of each before.
+"""Ways to make a sharded model with values: what is timed, and what is known of each in advance.
 
 Each builds the model, cuts it into the same units and gives it values, from seed 0. `torch` is torch's FSDP2.
 """

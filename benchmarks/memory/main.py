@@ -1,4 +1,4 @@
-"""What do unsharded parameters, communication buffers and gradients take over a step? See README.md beside this file.
+"""How much memory do unsharded parameters, buffers and gradients take during a step? Results: README.md.
 
 python benchmarks/memory/main.py                       # the table and the figure in README.md: 20 s
 python benchmarks/memory/main.py --dtype mixed --ranks 4

@@ -1,4 +1,4 @@
-"""What does `offload_activations` cost where its budget suffices? See README.md beside this file.
+"""What does `offload_activations` cost if nothing exceeds the budget? Results: README.md.
 
 python benchmarks/offload/activations.py              # the table in README.md
 """

@@ -1,4 +1,4 @@
-"""How fast is the optimizer's state on disk, beside the disk? See README.md beside this file.
+"""How fast is a step with optimizer state on disk, compared with the bare disk? Results: README.md.
 
 python benchmarks/offload/disk.py --tier /a/fast/disk
 python benchmarks/offload/disk.py --dry-run

@@ -1,4 +1,4 @@
-"""What does a training step cost with offload, and what of it the optimizer? See README.md beside this file.
+"""What does a training step with offload cost, and how much of it is the optimizer? Results: README.md.
 
 python benchmarks/offload/main.py                     # the table in README.md
 python benchmarks/offload/main.py --dry-run

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-3 with offload, as its users configure it; the same model, data, clipping and AdamW as the others.
 
 It compiles extensions (AdamW for the CPU, collectives in shared memory, asynchronous files) when it is first used, for
-which it needs a C++ compiler, and libaio for the files. See README.md beside this file for how it was installed.
+which it needs a C++ compiler, and libaio for the files. README.md says how it was installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What do clipping and the optimizer step cost on sharded parameters? See README.md beside this file.
+"""What do clipping and the optimizer step cost on sharded parameters? Results: README.md.
 
 python benchmarks/optimizer_and_clip/main.py                     # the first table in README.md
 python benchmarks/optimizer_and_clip/main.py --rows 512 --dim 256

@@ -1,4 +1,4 @@
-"""What does a step of Muon cost on sharded matrices? See README.md beside this file.
+"""What does a step of Muon cost on sharded matrices? Results: README.md.
 
 python benchmarks/optimizer_and_clip/muon.py                  # the table in README.md
 python benchmarks/optimizer_and_clip/muon.py --peers FOLDER   # and PyPI's muon-fsdp2, installed there with pip --target

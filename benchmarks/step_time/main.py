@@ -1,4 +1,4 @@
-"""How long does a training step take, and how much of it is sharding? See README.md beside this file.
+"""How long does a training step take, and how much of it is sharding? Results: README.md.
 
 python benchmarks/step_time/main.py                                      # the table in README.md
 python benchmarks/step_time/main.py --ranks 4 --rounds 10 --dtype mixed

@@ -1,4 +1,4 @@
-"""What does it cost to publish a model of many small tensors? See README.md beside this file.
+"""What does it cost to publish a model of many small tensors? Results: README.md.
 
 python benchmarks/weights/main.py                  # the table in README.md
 python benchmarks/weights/main.py --rounds 3

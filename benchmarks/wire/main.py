@@ -1,4 +1,4 @@
-"""What do the narrow dtypes on the wire save, and what do they cost? See README.md beside this file.
+"""What do the narrow dtypes on the wire save, and what do they cost? Results: README.md.
 
 python benchmarks/wire/main.py                   # the tables in README.md
 python benchmarks/wire/main.py --rounds 5 --dim 128

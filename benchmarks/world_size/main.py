@@ -1,4 +1,4 @@
-"""What do `fully_shard` and the first step cost one rank, as the number of ranks grows? See README.md beside this file.
+"""What do `fully_shard` and the first step cost one rank, as the number of ranks grows? Results: README.md.
 
 python benchmarks/world_size/main.py                                # 8 to 4096 ranks
 python benchmarks/world_size/main.py --models tall --worlds 8 65536
