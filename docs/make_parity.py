@@ -10,11 +10,11 @@ from tests.helpers.parity_rows import ABSENT, ROWS, Row
 
 HEAD = """# FSDP2, name by name
 
-What each public name of torch's FSDP2 does, and what it does here. Each claim runs on two ranks, on torch's FSDP2
-(2.13) and on fsdp2 (`tests/compat/test_parity_table.py`); what was seen follows it. `docs/make_parity.py` writes this
-page. `(2.15)` marks names that torch has from 2.15 on, which are checked here alone. A pair of values is (inner unit,
-root). What users meet beyond single names is in [migration](migration.md#what-differs). Collective are `unshard`,
-`finalize_backward`, `set_symm_mem_for_comm`, and `set_separate_reduce_scatter_group` at its first call.
+What each public name of torch's FSDP2 does there, and what it does here. `tests/compat/test_parity_table.py` runs each
+claim on two ranks, on torch's FSDP2 (2.13) and on fsdp2; the result follows the claim. `docs/make_parity.py` writes
+this page. `(2.15)` marks names that torch has from 2.15 on; they run on fsdp2 only. A pair of values is (inner unit,
+root). [Migration](migration.md#what-differs) has other differences. These calls are collective: `unshard`,
+`finalize_backward`, `set_symm_mem_for_comm`, and the first `set_separate_reduce_scatter_group`.
 """
 
 

@@ -1,11 +1,11 @@
 """A complete FSDP in one file, to be read from top to bottom. `docs/explained.md` walks through it.
 
-The parameters are divided into *units*, here the blocks and what is left of the model, and those of a unit over the
-ranks: each rank keeps some rows of every parameter, and their optimizer state::
+The parameters are divided into *units*: here each block is one, and the rest of the model is another. Each rank keeps
+some rows of every parameter, and the optimizer state of these rows::
 
     weight (4, 2) on two ranks        rank 0: rows 0, 1        rank 1: rows 2, 3
 
-A unit is whole only while it computes. The next one is gathered meanwhile::
+A unit is whole only while it computes. The next one is gathered at the same time::
 
     forward     gather 0 | gather 1, compute 0 | gather 2, compute 1 | compute 2
     backward    gather 2 | gather 1, compute 2 | gather 0, compute 1, reduce 2 | compute 0, reduce 1 | reduce 0
@@ -70,7 +70,7 @@ class Unit:
         self.params = [Param(each, name, ranks) for each in own for name, _ in each.named_parameters(recurse=False)]
         self.sizes = [param.numel for param in self.params]
 
-        # The shards. A DTensor knows the whole shape, so that optimizers and checkpoints need no other code.
+        # The shards. A DTensor knows the whole shape, so optimizers and checkpoints work as usual.
         self.flat = torch.cat([p.split(p.original, ranks)[rank] for p in self.params])
         for param, shard in zip(self.params, self.flat.split(self.sizes), strict=True):
             param.sharded = nn.Parameter(param.dtensor(shard, self.mesh))
@@ -93,7 +93,7 @@ class Unit:
         module.register_forward_hook(self.after_forward)
 
     def unshard(self) -> None:
-        """Start the all-gather. On CUDA all memory of it belongs to the gather stream."""
+        """Start the all-gather. On CUDA all of its memory belongs to the gather stream."""
         if self.is_whole or self.gathering is not None:
             return
         with self.root.on(self.root.gather_stream):
@@ -127,9 +127,9 @@ class Unit:
                 setattr(param.module, param.name, param.sharded)
 
     def before_forward(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Gather this unit, and already the one that ran next in the last step."""
+        """Gather this unit, and start to gather the one that ran next in the last step."""
         root = self.root
-        if self is root.units[-1]:  # the model itself begins: shards may have been stepped
+        if self is root.units[-1]:  # the model itself begins: the optimizer may have changed the shards
             root.last_order, root.order = root.order, []
             root.on(root.gather_stream, after_compute=True)
         root.order.append(self)
@@ -148,21 +148,21 @@ class Unit:
             self.reshard()
 
     def before_backward(self, place: int) -> None:
-        """The gradient of the output is there. Gather this unit again, and already the one that ran before it."""
-        torch.autograd.Variable._execution_engine.queue_callback(self.root.end_backward)  # the first call does it all
+        """The output has its gradient. Gather this unit again, and start to gather the one before it."""
+        torch.autograd.Variable._execution_engine.queue_callback(self.root.end_backward)  # once is enough
         self.wait()
         if place > 0:
             self.root.order[place - 1].unshard()
 
     def gradient_arrived(self, whole: Tensor) -> None:
-        """Autograd has added to a gradient. With the last one of the unit the reduction starts."""
+        """Autograd has added to a gradient. The last gradient of the unit starts the reduction."""
         if all(param.whole.grad is not None for param in self.params):
             self.reduce()
 
     def reduce(self) -> None:
         """Sum the gradients over the ranks; each rank gets those of its own rows."""
         root, ranks, grads = self.root, self.mesh.size(), [param.whole.grad for param in self.params]
-        root.finish_reductions(at_most=1)  # so that at most two are in memory
+        root.finish_reductions(at_most=1)  # then at most two are in memory
         with root.on(root.reduce_stream, after_compute=True):
             packed = torch.cat([p.split(g, ranks) for p, g in zip(self.params, grads, strict=True)], dim=1)
             reduced = self.flat.new_empty(self.flat.numel())
@@ -187,7 +187,7 @@ class _EndOfBackward(torch.autograd.Function):
 
 
 class Root:
-    """Shards `model` in place: each of `blocks` is a unit, and the rest is one. Has what the units share."""
+    """Shards `model` in place: each of `blocks` is a unit, and the rest is another. Holds what the units share."""
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -199,7 +199,7 @@ class Root:
         self.reducing = list[tuple[Unit, Tensor, Any, Any]]()
 
     def on(self, stream: torch.cuda.Stream | None, after_compute: bool = False) -> Any:
-        """Run a block on a stream, perhaps after all that compute does so far. On the CPU there are no streams."""
+        """Run a block on a stream, after all queued compute if so asked. On the CPU there are no streams."""
         if stream is not None and after_compute:
             stream.wait_stream(torch.cuda.current_stream())
         return nullcontext() if stream is None else torch.cuda.stream(stream)
@@ -229,7 +229,7 @@ class Root:
 
 def main() -> None:
     mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (int(os.environ["WORLD_SIZE"]),))
-    torch.manual_seed(0)  # the same values on every rank, of which each keeps its rows
+    torch.manual_seed(0)  # the same values on every rank; each then keeps its rows
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
     model = nn.Sequential(nn.Linear(16, 64), *blocks, nn.Linear(64, 1)).to(mesh.device_type)
     Root(model, blocks, mesh)
