@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fsdp2._torch import backward_is_running, local_tensor, parameter_slots
 from fsdp2._torch.shared import full_tensor
-from fsdp2.checks.left_out import note_ignored
 from fsdp2.errors import ArgumentError, OrderError
+from fsdp2.runtime import hooks
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import become_root, units_below
 from fsdp2.runtime.state import Stage
@@ -223,7 +223,8 @@ def _gather(param: ManagedParameter, offload_to_cpu: bool, with_grads: bool) -> 
         grad = _whole(sharded.grad, param.roles.device, offload_to_cpu)
     whole = nn.Parameter(data, requires_grad=sharded.requires_grad)
     whole.__dict__.update(sharded.__dict__)  # attributes that the user set
-    note_ignored([whole])  # a plain trainable parameter, but only within the context
+    for hook in hooks.params_ignored:
+        hook([whole])  # a plain trainable parameter, but only within the context
     if whole.requires_grad:
         whole.register_post_accumulate_grad_hook(partial(_refuse_gradient, param.fqn))
     if grad is not None:
