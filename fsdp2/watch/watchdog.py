@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
+from pathlib import Path
 from weakref import ref
 
 import torch
@@ -43,6 +44,7 @@ _FAST_S = 0.01  # after a rank has failed in a joint step
 _AGAIN_S = 3.0  # between two questions about one wait
 _MAX_SENT = 2000  # entries of a trail
 _END_WAITS_TAG = 0x46530005
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 _log = logging.getLogger("fsdp2")
 
@@ -257,7 +259,8 @@ def _past(trail: Trail) -> Past:
 def _line_of_main() -> str:
     """The innermost line of the main thread outside of libraries."""
     frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
-    own = [each for each in frames if "/lib/python3" not in each.filename and "/fsdp2/" not in each.filename]
+    files = [each for each in frames if not each.filename.startswith("<")]  # a dataclass' __init__ has no file
+    own = [each for each in files if not each.filename.startswith(_PACKAGE) and "/lib/python3" not in each.filename]
     at = (own or frames)[-1]
     return f"{at.filename}:{at.lineno} ({at.name})"
 

@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -104,6 +105,20 @@ def waits(rank: int, ranks: tuple[int, ...] = (0, 1)) -> Answer:
 
 
 # --- the collector ----------------------------------------------------------------------------------------------------
+
+
+def test_the_line_of_a_rank_is_one_of_its_program(tmp_path: Path) -> None:
+    """Not of a dataclass' __init__, which has no file, and also in a clone that is called fsdp2."""
+
+    @dataclass
+    class Config:
+        line: str = field(default_factory=watchdog._line_of_main)
+
+    assert Path(__file__).name in Config().line
+    program = tmp_path / "fsdp2" / "train.py"
+    program.parent.mkdir()
+    program.write_text("from fsdp2.watch.watchdog import _line_of_main\nprint(_line_of_main())\n")
+    assert subprocess.check_output([sys.executable, program], text=True) == f"{program}:2 (<module>)\n"
 
 
 def test_a_stopped_process_is_told_from_a_killed_one(store: Any, process: subprocess.Popen[bytes]) -> None:
