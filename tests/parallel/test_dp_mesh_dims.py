@@ -96,7 +96,6 @@ LAYOUTS = {
     ),
 }
 every_layout = pytest.mark.parametrize("name", LAYOUTS)
-some_layouts = pytest.mark.parametrize("name", ["shard,tp", "shard,shard", "replicate,shard", "replicate,tp"])
 
 
 def tp_placement(name: str) -> Placement:
@@ -169,7 +168,8 @@ def step_of(layout: Layout) -> Any:
 @on_ranks(4)
 @every_layout
 def test_sharded_parameters(rank: int, world_size: int, name: str) -> None:
-    """Behaviour 163, 164: placements, mesh and local part of sharded parameters; `full_tensor` restores them."""
+    """Behaviour 163, 164: placements, mesh and local part of sharded parameters; `full_tensor` restores them. Unsharded
+    they are again what was given, on the full mesh."""
     layout = LAYOUTS[name]
     plain, model = sharded(layout)
     assert model.blocks[0].up.weight.placements == layout.up
@@ -182,23 +182,13 @@ def test_sharded_parameters(rank: int, world_size: int, name: str) -> None:
         assert (param.shape, param.stride()) == (value.shape, value.stride()), fqn
         assert torch.equal(param.to_local(), shard_like(value, param)), fqn
         assert torch.equal(param.full_tensor(), value), fqn
-
-
-@on_ranks(4)
-@every_layout
-def test_unsharded_parameters(rank: int, world_size: int, name: str) -> None:
-    """Behaviour 163: unsharded they are again what was given, on the full mesh; resharded, the same objects as
-    before."""
-    layout = LAYOUTS[name]
-    plain, model = sharded(layout)
     in_shards = dict(model.named_parameters())
     for unit in (model, *model.blocks):
         unit.unshard()
     for fqn, param in model.named_parameters():
         assert isinstance(param, nn.Parameter) and isinstance(param, DTensor), fqn
-        assert param.device_mesh == layout.mesh, fqn
         expected = tuple(tp_placement(fqn) if axis == "tp" else REPLICATE for axis in layout.names)
-        assert param.placements == expected, fqn
+        assert (param.device_mesh, param.placements) == (layout.mesh, expected), fqn
         assert torch.equal(param.to_local(), shard_like(plain.get_parameter(fqn), param)), fqn
     for unit in (model, *model.blocks):
         unit.reshard()
@@ -226,42 +216,30 @@ def test_numbers_of_collectives(rank: int, world_size: int, name: str) -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(4)
-@every_layout
-def test_training(rank: int, world_size: int, name: str) -> None:
-    """Behaviour 163, 164: several Adam steps as torch's FSDP2 and as one process; also with Partial gradients."""
-    layout = LAYOUTS[name]
-    race(layout).run(3)
-
-
-def race(layout: Layout, options: dict[str, Any] | None = None, **of_race: Any) -> TpRace:
-    of_race.setdefault("backward", step_of(layout))
-    of_race.setdefault("torch", hasattr(torch_fsdp, "DataParallelMeshDims"))  # torch 2.11 has none; one process is left
-    return TpRace(
-        layout.data_rank,
-        layout.data_ranks,
-        build,
-        lambda api, model: shard(api, model, layout, **(options or {})),
-        exact=layout.exact,
-        **of_race,
-    )
-
-
-@on_ranks(4)
-@some_layouts
-def test_gradient_accumulation(rank: int, world_size: int, name: str) -> None:
-    """Behaviour 96, 163: microbatches, also of Partial gradients, make one sum, reduced with the last."""
-    layout = LAYOUTS[name]
+def race(layout: Layout, **options: Any) -> TpRace:
+    """The second step has three microbatches, whose Partial gradients make one sum."""
 
     def backward(model: Any, step: int, data_rank: int) -> Tensor:
-        loss = torch.zeros(())
-        for micro in range(3):
+        loss, microbatches = torch.zeros(()), 3 if step == 1 else 1
+        for micro in range(microbatches):
             if is_sharded(model):
-                model.set_requires_gradient_sync(micro == 2)
+                model.set_requires_gradient_sync(micro == microbatches - 1)
             loss = loss + step_of(layout)(model, 3 * step + micro, data_rank, ROWS if step % 2 else REPLICATE)
         return loss
 
-    race(layout, backward=backward).run(2)
+    def shard_it(api: Any, model: nn.Module) -> None:
+        shard(api, model, layout, **options)
+
+    race = TpRace(layout.data_rank, layout.data_ranks, build, shard_it, backward, exact=layout.exact)
+    race.torch = not options and hasattr(torch_fsdp, "DataParallelMeshDims")  # torch 2.11 has none
+    return race
+
+
+@on_ranks(4)
+@every_layout
+def test_training(rank: int, world_size: int, name: str) -> None:
+    """Behaviour 96, 163, 164: several Adam steps as torch's FSDP2 and as one process; also with Partial gradients."""
+    race(LAYOUTS[name]).run(3)
 
 
 @on_ranks(4)
@@ -336,4 +314,4 @@ def test_wrong_parameters(rank: int, world_size: int) -> None:
 @on_ranks(4)
 def test_reshard_to_a_smaller_group(rank: int, world_size: int) -> None:
     """Behaviour 75: an int for `reshard_after_forward` trains as one process does; torch refuses it."""
-    race(LAYOUTS["shard,shard"], {"reshard_after_forward": 2}, torch=False).run(2)
+    race(LAYOUTS["shard,shard"], reshard_after_forward=2).run(2)

@@ -1,17 +1,11 @@
 """`parallelize` trains as one process does with the same global batch, for every combination of degrees."""
 
-from functools import partial
-from typing import Any
-
 import pytest
-from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule
-from tests.helpers.parallel_models import COMBINATIONS, Lm, compiling, config_of, name_of, race
+from tests.helpers.parallel_models import COMBINATIONS, config_of, name_of, race
 from tests.helpers.ranks import on_ranks
-
-shallow = partial(Lm, depth=2)
 
 
 def combinations(ranks: int) -> pytest.MarkDecorator:
@@ -32,12 +26,3 @@ def test_four_ranks(rank: int, world_size: int, degrees: dict[str, int], how: st
     model = race(config_of(degrees, activation_checkpointing=how))
     assert all(isinstance(each, FSDPModule) for each in (model, *model.blocks))
     assert all(isinstance(param, DTensor) for param in model.parameters())
-
-
-@on_ranks(2)
-@combinations(2)
-@pytest.mark.parametrize("how", ["full", pytest.param("none", marks=pytest.mark.exhaustive)])
-def test_compile(rank: int, world_size: int, degrees: dict[str, int], how: Any) -> None:
-    with compiling():
-        race(config_of(degrees, activation_checkpointing=how, compile="aot_eager"), shallow, steps=2)
-        assert counters["stats"]["unique_graphs"] > 0

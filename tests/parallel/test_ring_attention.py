@@ -111,12 +111,7 @@ def test_blocks_merge_to_the_whole(kind: str, is_causal: bool, key_heads: int, m
 
 @pytest.mark.parametrize(
     ("dtype", "dim", "kind"),
-    [
-        (torch.bfloat16, 64, "flash"),
-        (torch.float16, 256, "flash"),
-        (torch.bfloat16, 264, "math"),
-        (torch.float32, 64, "math"),
-    ],
+    [(torch.bfloat16, 256, "flash"), (torch.bfloat16, 264, "math"), (torch.float32, 64, "math")],
 )
 def test_kernels_of_cuda_fit_their_arguments(dtype: torch.dtype, dim: int, kind: str) -> None:
     """Meta tensors take the way of CUDA ones: operators accept what they are given, and shapes are right."""
@@ -126,7 +121,7 @@ def test_kernels_of_cuda_fit_their_arguments(dtype: torch.dtype, dim: int, kind:
     output, lse = block_forward((query, key, value), False, 0.3)
     assert (output.shape, output.dtype) == (query.shape, dtype)
     assert lse.shape == (2, 4, 50, 1)
-    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert lse.dtype == torch.float32
     grads = block_gradients((torch.empty_like(query), output, lse), (query, key, value), False, 0.3)
     assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
 
@@ -182,36 +177,6 @@ def test_transposed_and_strided_inputs(rank: int, world_size: int) -> None:
     cut[2] = cut[2].mT.contiguous().mT
     wanted = ring_attention(*(tensor.contiguous() for tensor in cut[:3]), mesh=mesh)
     assert_close(ring_attention(*cut[:3], mesh=mesh), wanted, rtol=1e-10, atol=1e-12)
-
-
-@on_ranks(2)
-def test_queries_of_another_sequence(rank: int, world_size: int) -> None:
-    """Cross attention: keys of a sequence of another length, which is cut too."""
-    mesh = context_mesh(world_size)
-    query, key, value = random(0, 2, 4, 8, 8), random(1, 2, 4, 20, 8), random(2, 2, 4, 20, 8)
-    wanted = F.scaled_dot_product_attention(query, key, value)
-    found = ring_attention(*(shard_sequence(tensor, mesh, 2) for tensor in (query, key, value)), mesh=mesh)
-    assert_close(unshard_sequence(found, mesh, 2), wanted, rtol=1e-10, atol=1e-12)
-
-
-@on_ranks(2)
-def test_keys_that_need_no_gradient(rank: int, world_size: int) -> None:
-    mesh = context_mesh(world_size)
-    query, key, value, grad = (shard_sequence(tensor, mesh, 2) for tensor in inputs(16))
-    query.requires_grad_()
-    ring_attention(query, key, value, mesh=mesh, is_causal=True).backward(grad)
-    assert query.grad is not None and key.grad is None
-
-
-@on_ranks(2)
-def test_autocast(rank: int, world_size: int) -> None:
-    """As `F.scaled_dot_product_attention` does, inputs become the dtype of autocast."""
-    mesh = context_mesh(world_size)
-    query, key, value = (shard_sequence(tensor, mesh, 2).float() for tensor in inputs(16)[:3])
-    with torch.autocast("cpu", torch.bfloat16):
-        found = ring_attention(query, key.bfloat16(), value, mesh=mesh)
-    assert found.dtype == torch.bfloat16
-    assert_close(found, ring_attention(query.bfloat16(), key.bfloat16(), value.bfloat16(), mesh=mesh), rtol=0, atol=0)
 
 
 def test_one_rank_is_no_ring() -> None:

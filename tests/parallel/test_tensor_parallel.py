@@ -18,7 +18,6 @@ from tests.helpers.parity_models import full, local, mean_gradients, shard_like
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import (
     DIM,
-    TpLm,
     assert_tp_gradients,
     data_rank,
     dp_tp,
@@ -149,13 +148,6 @@ def test_tp_mesh_of_another_device_type(rank: int, world_size: int) -> None:
     model.weight = weight.requires_grad_()
     error = error_of(ValueError, lambda: fsdp2.fully_shard(model, mesh=dp_tp()["dp"]))
     assert "meta" in error and "cpu" in error and "weight" in error
-
-
-@pytest.mark.exhaustive
-@on_ranks(8)
-def test_hsdp_on_eight_ranks(rank: int, world_size: int) -> None:
-    """Behaviour 159: all three axes at work."""
-    tp_race(hsdp_tp(2, 2), lambda: TpLm(depth=1), plan="sequence", exact=True).run(2)
 
 
 @on_ranks(4)

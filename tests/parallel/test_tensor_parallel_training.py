@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 from torch.testing import assert_close
 
@@ -17,7 +16,6 @@ import fsdp2
 from tests.helpers.parity_models import mean_gradients
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import (
-    DIM,
     PLANS,
     TpLm,
     assert_tp_gradients,
@@ -47,14 +45,6 @@ def test_training(rank: int, world_size: int, plan: str, raf: bool | None, use_r
         token_batch(model, 5, data_rank(dp_tp()))
     gathers = {True: 6, None: 5, False: 3}[raf]  # recomputation gathers nothing again
     assert counts == {"all_gather": gathers, "reduce_scatter": 3, "all_reduce": 0}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
-@every_plan
-def test_axes_of_one_rank(rank: int, world_size: int, sizes: tuple[int, int], plan: str) -> None:
-    """Behaviour 133, 158: an axis of one rank, whichever it is, is an axis like others."""
-    tp_race(dp_tp(*sizes), plan=plan, exact=True).run(2)
 
 
 @on_ranks(4)
@@ -129,40 +119,6 @@ def test_differently_placed_gradients_add_up(rank: int, world_size: int) -> None
     model.set_requires_gradient_sync(True)
     model(100 * ones, Replicate()).backward()
     assert_close(model.weight.grad.full_tensor(), 121 * ones)
-
-
-class Choosy(nn.Module):
-    """Two TP layers, of which each data-parallel rank may use another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)])
-
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        return self.layers[which](x)
-
-
-@on_ranks(4)
-def test_unused_parameters_reduce_zeros(rank: int, world_size: int) -> None:
-    """Behaviour 92: ranks that used different TP layers agree, with zeros for what they did not use."""
-    mesh = dp_tp()
-    plain = Choosy()
-    model: Any = copy.deepcopy(plain)
-    style = {
-        "layers.0": ColwiseParallel(output_layouts=Replicate()),
-        "layers.1": RowwiseParallel(input_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh["tp"], style)
-    fsdp2.fully_shard(model, mesh=mesh["dp"])
-    model.set_reduce_scatter_unused_params(True)
-    x = torch.arange(2.0 * DIM).view(2, DIM) / DIM
-
-    def backward(m: nn.Module, r: int) -> None:
-        m(x + r, r).square().sum().backward()
-
-    with quiet():
-        backward(model, data_rank(mesh))
-    assert_tp_gradients(model, mean_gradients(plain, 2, backward))
 
 
 @on_ranks(4)
