@@ -1,5 +1,5 @@
-"""Those parts of torch that ask about FSDP2 modules, while `fsdp2.compat` is installed: pipelining, composable
-`replicate`, Dynamo; and private objects of torch's that torchtitan, axolotl and others use.
+"""Those parts of torch that ask about FSDP2 modules, while `fsdp2.compat` is installed, as composable `replicate` does;
+and private objects of torch's that torchtitan, axolotl and others use.
 
 One job of two ranks makes all checks: each runs first on torch's FSDP2, then, installed, on fsdp2, and the two must
 agree. It is a process of its own because `install` must come before any client's imports.
@@ -78,47 +78,12 @@ def step(model: nn.Module, rank: int, seed: int = 0) -> list[float]:
 
 
 @check
-def pipelining(rank: int) -> Any:
-    """A schedule recognises the sharded stage, and ends its backward through `fully_shard.state`."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, stage
-
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
-    whole = blocks(4)
-    module = nn.Sequential(*list(whole)[2 * rank : 2 * rank + 2])
-    for block in module:
-        fsdp.fully_shard(block, mesh=mesh["dp"])
-    fsdp.fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
-    assert stage.FSDPModule is fsdp.FSDPModule
-    assert getattr(stage, "fully_shard", fsdp.fully_shard) is fsdp.fully_shard  # torch 2.15's does not import it
-    assert fsdp.fully_shard.state(module) is not None and fsdp.fully_shard.state(nn.Linear(1, 1)) is None
-    losses: list[torch.Tensor] = []
-    schedule = Schedule1F1B(
-        PipelineStage(module, rank, 2, torch.device("cpu"), group=mesh.get_group("pp")),
-        n_microbatches=2,
-        loss_fn=nn.functional.mse_loss,
-    )
-    torch.manual_seed(5)
-    x, y = torch.randn(8, 8), torch.randn(8, 8)
-    schedule.step(*([x] if rank == 0 else []), **({"target": y, "losses": losses} if rank == 1 else {}))
-    grads = [param.grad.to_local().sum().item() for param in module.parameters()]
-    return [loss.item() for loss in losses], grads
-
-
-@check
-def replicate_refuses_a_sharded_module(rank: int) -> Any:
-    """torch's composable `replicate` finds "fully_shard" in the registry of `contract`."""
+def replicate_leaves_sharded_modules_alone(rank: int) -> Any:
+    """It finds "fully_shard" in the registry of `contract`, and averages the gradients of other modules only."""
     from torch.distributed._composable.replicate import replicate
 
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         replicate(sharded())
-    return "refused"
-
-
-@check
-def replicate_leaves_sharded_modules_alone(rank: int) -> Any:
-    """`replicate` of a model with a sharded part averages the rest's gradients only."""
-    from torch.distributed._composable.replicate import replicate
-
     model = blocks()
     fsdp.fully_shard(model[1])
     replicate(model)
@@ -189,22 +154,6 @@ def states_that_trainers_look_for(rank: int) -> Any:
     numbers += [step(model, rank), forms()]
     numbers += [states[0]._fsdp_param_group is None, before, str(states[1]._mp_policy.param_dtype), found]
     return numbers, after_forward, [info.shard_mesh_size, info.shard_mesh_dim, info.mesh.size()]
-
-
-@check
-def compiled_blocks(rank: int) -> Any:
-    """Dynamo takes the modules for managed ones: as many graphs as with torch's, and the same numbers."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch.compiler.reset()
-    model = sharded()
-    backend = CompileCounterWithBackend("aot_eager")
-    for block in model:
-        block.compile(backend=backend)
-    numbers = [step(model, rank, seed) for seed in range(2)]
-    managed = [vars(each)["_is_fsdp_managed_module"] for each in model.modules()]
-    torch.compiler.reset()
-    return backend.frame_count, numbers, managed
 
 
 # --- the job ----------------------------------------------------------------------------------------------------------

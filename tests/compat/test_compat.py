@@ -255,13 +255,6 @@ def test_run_a_script(tmp_path: Path) -> None:
     assert done.stderr.splitlines().count(says) == 1, done.stderr
 
 
-@pytest.mark.exhaustive
-def test_run_a_module(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(WHOSE + "; print(sys.argv[0], __name__)\n")
-    printed = succeeds("-m", "fsdp2.compat", "-m", "program", "-m", "x", cwd=tmp_path).split()
-    assert printed == [OURS, "-m", "x", str(tmp_path / "program.py"), "__main__"]
-
-
 def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What cannot be run says so; nothing is installed for it."""
     for arguments in ([], ["-m"], ["-c", "print()"]):

@@ -62,8 +62,6 @@ def on_spmd_mesh(api: Api, model: nn.Sequential) -> Any:
 
 
 AS_TORCH: dict[str, Make] = {
-    "ModuleList": lambda api, model: api.fully_shard(nn.ModuleList([model])),
-    "ModuleDict": lambda api, model: api.fully_shard(nn.ModuleDict({"a": model})),
     "one module twice": lambda api, model: api.fully_shard([model[0], model[0]]),
     "mesh by position": lambda api, model: api.fully_shard(model, mesh(2)),
     "unknown option": sharding(sync_module_states=True),
@@ -74,47 +72,34 @@ AS_TORCH: dict[str, Make] = {
     "dims of a mesh without names": dims(lambda: mesh(2), "dp"),
     "dims with plain parameters": dims(named, "dp"),
     "int for reshard_after_forward with dims": on_spmd_mesh,
-    **{f"reshard_after_forward={x!r}": sharding(reshard_after_forward=x) for x in (0, -1, 3, 4, 2.0, "yes")},
+    **{f"reshard_after_forward={x!r}": sharding(reshard_after_forward=x) for x in (0, -1, 4, 2.0, "yes")},
     "placement returns a number": sharding(shard_placement_fn=lambda param: 0),
     "placement returns Replicate": sharding(shard_placement_fn=lambda param: Replicate()),
     "placement of a dim too many": sharding(shard_placement_fn=lambda param: Shard(2)),
     "cast_forward_inputs='no'": with_policy(cast_forward_inputs="no"),
-    "offload_policy=True": sharding(offload_policy=True),
-    "offload_policy='cpu'": sharding(offload_policy="cpu"),
     "offload_policy of FSDP1": sharding(offload_policy=torch_fsdp.CPUOffload(True)),
     "offload_policy is a class": lambda api, m: api.fully_shard(m, offload_policy=api.CPUOffloadPolicy),
-    "pinned memory without accelerator": lambda api, m: api.fully_shard(m, offload_policy=api.CPUOffloadPolicy()),
-    "ignored_params are names": sharding(ignored_params=["weight"]),
     "ignored_params is a parameter": lambda api, m: api.fully_shard(m, ignored_params=m[0].weight),
     "ignored_params are modules": lambda api, m: api.fully_shard(m, ignored_params={m[0]}),
-    "ignored_params are named_parameters()": lambda api, m: api.fully_shard(
-        m, ignored_params=dict(m.named_parameters())
-    ),
 }
 # Torch's type is an accident of its code, some calls later.
 OTHERWISE: dict[str, Make] = {
-    "module is None": lambda api, model: api.fully_shard(None),
     "module is a name": lambda api, model: api.fully_shard("model"),
     "list with a name": lambda api, model: api.fully_shard([model, "head"]),
     "empty list": lambda api, model: api.fully_shard([]),
-    "mesh is a list": sharding(mesh=[0, 1]),
     "mesh is a size": sharding(mesh=2),
     "mesh is a process group": lambda api, m: api.fully_shard(m, mesh=torch.distributed.group.WORLD),
     "one axis shards and replicates": dims(named, "dp", "dp"),
-    "dims is a name": lambda api, m: api.fully_shard(m, mesh=named(), dp_mesh_dims="dp"),
     "dims is a tuple": lambda api, m: api.fully_shard(m, mesh=named(), dp_mesh_dims=("dp",)),
     "dims hold numbers": dims(named, 0),
     "placement is no function": sharding(shard_placement_fn=Shard(0)),
-    "placement is a dict": sharding(shard_placement_fn={"weight": Shard(1)}),
-    "mp_policy is a dtype": sharding(mp_policy=torch.bfloat16),
-    "mp_policy is a name": sharding(mp_policy="bf16"),
     "mp_policy is None": sharding(mp_policy=None),
     "mp_policy is a dict": sharding(mp_policy={"param_dtype": torch.bfloat16}),
     "mp_policy of FSDP1": sharding(mp_policy=torch_fsdp.MixedPrecision(torch.bfloat16)),
     **{
         f"{field}={value!r}": with_policy(**{field: value})
         for field in ("param_dtype", "reduce_dtype", "output_dtype")
-        for value in ("bf16", 16, torch.int8, torch.bool, torch.tensor(1.0))
+        for value in ("bf16", torch.int8)
     },
     "pin_memory='no'": lambda api, m: api.fully_shard(m, offload_policy=api.CPUOffloadPolicy("no")),
     "ignored_params is a name": sharding(ignored_params="weight"),
@@ -206,8 +191,6 @@ def test_a_wrong_argument_changes_nothing(rank: int, world_size: int) -> None:
         (lambda: MixedPrecisionPolicy(reduce_scatter_dtype="bf16"), "reduce_scatter_dtype: expected .*'bf16'"),
         (lambda: ZeroPolicy(stage=True), "stage.*got True"),
         (lambda: ZeroPolicy(shard_size=0), "shard_size: expected a number of ranks or None, got 0"),
-        (lambda: ZeroPolicy(secondary_shard_size="2"), "secondary_shard_size: .*got '2'"),
-        (lambda: ZeroPolicy(shard_replicas="yes"), "shard_replicas: expected a bool, got 'yes'"),
         (lambda: ZeroPolicy(keep_frozen=1), "keep_frozen: expected a bool or 'host', got 1"),
     ],
 )

@@ -1,8 +1,7 @@
-"""Code of torch that takes a sharded model for any module with DTensor parameters: checkpoint helpers, averaging,
-norms, counters, parametrizations (Behaviour 4, 167-171)."""
+"""Code of torch that takes a sharded model for any module with DTensor parameters: checkpoint helpers, parametrizations
+(Behaviour 4, 167-170)."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.testing import assert_close
-from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp2
 from fsdp2 import fully_shard
-from tests.helpers.parity_models import Stack, assert_gradients, full, mean_gradients, mesh_2d, one_batch, shard_blocks
+from tests.helpers.parity_models import Stack, full, mesh_2d, one_batch, shard_blocks
 from tests.helpers.ranks import on_ranks
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -121,21 +118,6 @@ def test_full_state_dicts(rank: int, world_size: int, how: str, layout: str) -> 
     assert_trains_alike(rank, (model, optim), (other, other_optim))
 
 
-@on_ranks(2)
-def test_state_dict_options(rank: int, world_size: int) -> None:
-    """Behaviour 167: frozen parameters left out, and a part of a model loaded with `strict=False`."""
-    model: Any = shard_blocks(fsdp2, Stack())
-    model.inp.weight.requires_grad_(False)
-    state = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
-    assert set(dict(model.named_parameters())) - set(state) == {"inp.weight"}
-    other, _ = fresh()
-    before = full(other.inp.weight).clone()
-    result = set_model_state_dict(other, state, options=StateDictOptions(strict=False))
-    assert result.missing_keys == ["inp.weight"]
-    assert torch.equal(full(other.inp.weight), before)
-    assert torch.equal(full(other.out.weight), full(model.out.weight))
-
-
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------------------
 
 
@@ -164,22 +146,6 @@ def test_checkpoint_into_another_layout(rank: int, world_size: int, tmp_path: Pa
 
 
 @on_ranks(2)
-def test_async_save(rank: int, world_size: int, tmp_path: Path) -> None:
-    """What it has is what was there when it was asked for. It communicates during training: on a group of its own."""
-    model, optim = trained(rank)
-    state = get_model_state_dict(model)
-    before = {name: full(value).clone() for name, value in state.items()}
-    future: Any = dcp.async_save(state, checkpoint_id=tmp_path, process_group=dist.new_group(backend="gloo"))
-    one_batch(model, 9, rank)
-    optim.step()
-    future.result()
-    stored = {name: torch.zeros_like(value) for name, value in before.items()}
-    dcp.load(stored, checkpoint_id=tmp_path)
-    assert_equal_states(stored, before)
-    assert not torch.equal(full(model.inp.weight), before["inp.weight"])
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("direction", ["from_torch", "to_torch"])
 def test_checkpoint_of_torchs_fsdp2(rank: int, world_size: int, tmp_path: Path, direction: str) -> None:
     """Migration: checkpoints of torch's FSDP2 are ours, and the reverse, optimizer states included."""
@@ -191,37 +157,7 @@ def test_checkpoint_of_torchs_fsdp2(rank: int, world_size: int, tmp_path: Path, 
     assert_trains_alike(rank, (model, optim), (other, other_optim))
 
 
-# --- norms and counters -----------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_comm_debug_mode(rank: int, world_size: int) -> None:
-    """Behaviour 171: training and clipping run under `CommDebugMode`; the norm takes one all-reduce a mesh axis."""
-    plain = Stack()
-    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
-    with warnings.catch_warnings(), CommDebugMode():
-        warnings.simplefilter("ignore")  # its module hooks tell that the inputs need no gradient
-        one_batch(model, 0, rank)
-    assert_gradients(model, mean_gradients(plain, world_size, lambda each, peer: one_batch(each, 0, peer)))
-    with CommDebugMode() as comms:
-        full(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-    assert comms.get_total_counts() == 1
-
-
-@on_ranks(2)
-def test_flop_counter(rank: int, world_size: int) -> None:
-    """A dispatch mode around training sees the module's own computation: as many operations as without sharding."""
-    plain = Stack()
-    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
-    flops = []
-    for each in (plain, model):
-        with FlopCounterMode(display=False) as counter:
-            one_batch(each, 0, rank)
-        flops.append(counter.get_total_flops())
-    assert flops[0] == flops[1] > 0
-
-
-# --- averaging and parametrizations -----------------------------------------------------------------------------------
+# --- parametrizations -------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

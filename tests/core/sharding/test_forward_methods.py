@@ -48,28 +48,19 @@ def shard_encoder(model: Encoder, **options: Any) -> Encoder:
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [None, True, False])
 def test_method_alone(rank: int, world_size: int, raf: bool | None) -> None:
-    """Behaviour 177: called alone, and first of all, it unshards; its output drives backward."""
+    """Behaviour 177: called alone, and first of all, it unshards; its output drives backward. So do mixtures."""
     plain = Encoder()
     model = shard_encoder(copy.deepcopy(plain), reshard_after_forward=raf)
 
     def backward(module: nn.Module, which: int) -> None:
         module.encode(batch(0, which, 4), twice=True)["out"].square().mean().backward()
 
-    check(model, plain, rank, world_size, backward, times=2)
-    assert is_sharded(model)
-
-
-@on_ranks(2)
-def test_methods_and_forward_in_one_iteration(rank: int, world_size: int) -> None:
-    """Behaviour 177: in any mixture, with one backward."""
-    plain = Encoder()
-    model = shard_encoder(copy.deepcopy(plain))
-
-    def backward(module: nn.Module, which: int) -> None:
+    def mixed(module: nn.Module, which: int) -> None:
         x = module(batch(0, which, 4))
         (module.encode(x)["out"] + module.scaled(x)).square().mean().backward()
 
     check(model, plain, rank, world_size, backward, times=2)
+    check(model, plain, rank, world_size, mixed)
     assert is_sharded(model)
 
 

@@ -13,7 +13,7 @@ from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import DataParallelMeshDims, FSDPModule, events, fully_shard
+from fsdp2 import FSDPModule, events, fully_shard
 from tests.helpers.models import (
     check_step,
     error_of,
@@ -280,14 +280,6 @@ def test_state(rank: int, world_size: int) -> None:
 def test_pickling_is_refused(rank: int, world_size: int) -> None:
     """Behaviour 7: pickle fails early, and says what to do."""
     assert "state_dict" in error_of(AssertionError, lambda: pickle.dumps(fully_shard(nn.Linear(2, 2))))
-
-
-def test_data_parallel_mesh_dims() -> None:
-    """Behaviour 8: names as one string or several."""
-    assert DataParallelMeshDims(shard="dp").shard_names == ("dp",)
-    assert DataParallelMeshDims(shard="dp").replicate_names == ()
-    both = DataParallelMeshDims(("a", "b"), "c")
-    assert (both.shard_names, both.replicate_names) == (("a", "b"), ("c",))
 
 
 def test_which_methods_are_recursive() -> None:

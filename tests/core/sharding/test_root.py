@@ -9,22 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import FSDPError, events, fully_shard, share_comm_ctx
-from tests.helpers.models import error_of, is_sharded, is_unsharded, linears, reference_grads, run_step, units
+from tests.helpers.models import error_of, is_sharded, is_unsharded, linears, reference_grads, units
 from tests.helpers.one_process import in_units
 from tests.helpers.parity_models import assert_gradients, batch
 from tests.helpers.ranks import on_ranks
 from tests.helpers.two_layers import X, assert_same_gradients, backward_of, sharded_layers, two_layers
-
-
-@on_ranks(2)
-def test_first_to_run_is_root_of_all_below(rank: int, world_size: int) -> None:
-    """Behaviour 37: one root_pre_forward and one root_post_backward, both of the module that ran first."""
-    model = nn.Sequential(in_units(linears(2)), nn.Linear(4, 4))
-    fully_shard(model)
-    with events.record() as log:
-        run_step(model, rank)
-    assert units(log, "root_pre_forward") == [""] and units(log, "root_post_backward") == [""]
-    assert set(units(log, "pre_forward")) == {"", "0", "0.0", "0.1"}
 
 
 @on_ranks(2)
@@ -113,16 +102,6 @@ class AnyInputs(nn.Module):
 
     def forward(self, first: Any, *, second: dict[str, Any], third: object = None) -> tuple[Tensor, Any, object]:
         return self.linear(first[0]) + second["x"], second, third
-
-
-@on_ranks(2)
-def test_inputs_reach_the_root_as_they_are(rank: int, world_size: int) -> None:
-    """Behaviour 44: on the CPU nothing is moved: containers and other objects are the caller's own."""
-    model = fully_shard(AnyInputs())
-    first, second, third = [torch.ones(4)], {"x": torch.ones(4), "y": 3}, object()
-    output, same, other = model(first, second=second, third=third)
-    assert same is second and other is third
-    assert output.shape == (4,)
 
 
 @pytest.mark.gpu

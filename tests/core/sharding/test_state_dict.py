@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from fsdp2 import events
 from tests.helpers.one_process import check, in_units
-from tests.helpers.parity_models import Stack, assert_gradients, batch, count, full, local, mean_gradients
+from tests.helpers.parity_models import Stack, batch, count, full, local
 from tests.helpers.ranks import on_ranks
 
 
@@ -56,18 +56,6 @@ def test_state_dict_is_sharded_and_silent(rank: int, world_size: int, raf: bool 
         assert_close(state[name].full_tensor(), value)
     if when == "before":
         check_training(model, plain, rank, world_size)
-
-
-@on_ranks(2)
-def test_state_dict_between_forward_and_backward(rank: int, world_size: int) -> None:
-    """Behaviour 76, 167: what was resharded for the state dict is gathered again for backward."""
-    plain, model = sharded(reshard_after_forward=False)
-    loss = model(batch(0, rank)).square().sum()
-    model.state_dict()
-    with events.record() as log:
-        loss.backward()
-    assert count(log, "all_gather") == {"all_gather": 3}
-    assert_gradients(model, mean_gradients(plain, world_size, step))
 
 
 @on_ranks(2, 4)
@@ -130,13 +118,3 @@ def test_load_by_assignment(rank: int, world_size: int, when: str) -> None:
     assert [name for name, param in model.named_parameters() if not param.requires_grad] == ["inp.bias"]
     check_training(model, plain, rank, world_size)
     assert [local(param.detach()).untyped_storage().nbytes() for param in model.parameters()] == padded
-
-
-@on_ranks(2)
-def test_state_dict_of_a_child(rank: int, world_size: int) -> None:
-    """Behaviour 167: a child's own state dict is sharded too, with the child's names."""
-    plain, model = sharded(reshard_after_forward=False)
-    model(batch(0, rank))
-    state = model.blocks[0].state_dict()
-    assert list(state) == list(plain.blocks[0].state_dict())
-    assert all(isinstance(value, DTensor) for value in state.values())

@@ -118,23 +118,9 @@ def test_reshard_between_forward_and_backward(rank: int, world_size: int) -> Non
 
 
 @on_ranks(2)
-def test_unshard(rank: int, world_size: int) -> None:
-    """Behaviour 78, 79: before any forward; returns None with the parameters usable."""
-    plain = linears(1)
-    model = sharded_copy(plain, fully_shard)
-    assert model.unshard() is None
-    for param, old in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(param, old)
-    model.reshard()
-    assert is_sharded(model)
-    model.reshard()
-    check_step(model, plain, rank, world_size)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("first", ["wait", "forward"])
 def test_async_unshard(rank: int, world_size: int, first: str) -> None:
-    """Behaviour 78: parameters stay sharded until `wait`, or the next forward, which does not gather again."""
+    """Behaviour 78, 79: parameters stay sharded until `wait`, or the next forward, which does not gather again."""
     plain = linears(1)
     model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=False))
     with events.record() as log:
