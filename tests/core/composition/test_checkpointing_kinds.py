@@ -11,15 +11,12 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
-    apply_activation_checkpointing,
     checkpoint_wrapper,
     offload_wrapper,
 )
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
-import fsdp2
-from fsdp2 import events
-from tests.helpers.parity_models import Block, Race, Stack, batch, count, one_batch, shard_blocks
+from tests.helpers.parity_models import Race, Stack, one_batch, shard_blocks
 from tests.helpers.ranks import on_ranks
 
 Run = Callable[[nn.Module, Tensor], Tensor]
@@ -90,23 +87,9 @@ def test_functions(rank: int, world_size: int, kind: str, raf: bool) -> None:
     Race(rank, world_size, lambda: Kinds(RUNS[kind]), shard, backward=seeded, exact=True).run(2)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("kind", RUNS)
-def test_function_gathers(rank: int, world_size: int, kind: str) -> None:
-    """Behaviour 175: backward gathers each unit once, and none when they were kept unsharded."""
-    for raf, gathers in ((True, 4), (False, 0)):
-        model = shard_blocks(fsdp2, Kinds(RUNS[kind]), reshard_after_forward=raf)
-        loss = model(batch(0, rank)).square().mean()
-        with events.record() as log:
-            loss.backward()
-        assert count(log, "all_gather", "reduce_scatter") == {"all_gather": gathers, "reduce_scatter": 4}
-
-
 def wrapped(kind: str) -> Stack:
     """A `Stack` whose blocks are wrapped, or hooked, before they are sharded."""
     model: Any = Stack()
-    if kind == "apply_activation_checkpointing":
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
     for i, block in enumerate(model.blocks):
         if kind == "reentrant_wrapper":
             model.blocks[i] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.REENTRANT)
@@ -119,9 +102,7 @@ def wrapped(kind: str) -> Stack:
 
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [True, False])
-@pytest.mark.parametrize(
-    "kind", ["reentrant_wrapper", "offload_wrapper", "composable", "apply_activation_checkpointing"]
-)
+@pytest.mark.parametrize("kind", ["reentrant_wrapper", "offload_wrapper", "composable"])
 def test_wrappers(rank: int, world_size: int, kind: str, raf: bool) -> None:
     """Behaviour 175: each wrapper, and the composable form, trains as torch's FSDP2 and one process do, bit by bit."""
     shard = partial(shard_blocks, reshard_after_forward=raf)

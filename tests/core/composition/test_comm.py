@@ -25,7 +25,7 @@ from tests.helpers.models import mlp
 from tests.helpers.one_process import in_units
 from tests.helpers.parity_models import batch, mesh_2d
 from tests.helpers.ranks import on_ranks
-from tests.helpers.threads import fake_world, run_threads
+from tests.helpers.threads import fake_world
 
 COMMS = {"flat": FlatComm, "gloo": GlooComm}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -162,12 +162,6 @@ def test_many_under_way_at_once(rank: int, world_size: int) -> None:
         assert scatter.output.unique().tolist() == [2.0 * index + 1]
 
 
-@on_ranks(2)
-def test_choice_follows_the_backend(rank: int, world_size: int) -> None:
-    assert isinstance(comm_for(world(), torch.device("cpu")), GlooComm)
-    assert isinstance(comm_for(world(), torch.device("cuda")), FlatComm)  # gloo's point-to-point wants host memory
-
-
 def test_no_coalesced_calls_where_torch_looks_at_each() -> None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around groups, which in torch 2.11 has no coalesced collectives."""
     with fake_world(0, 2), pytest.MonkeyPatch.context() as patch:
@@ -179,20 +173,6 @@ def test_no_coalesced_calls_where_torch_looks_at_each() -> None:
             assert isinstance(comm_for(world(), torch.device("cuda")), FlatComm)
         finally:
             dist.set_debug_level(before)
-
-
-@pytest.mark.parametrize("world_size", [3, 8])
-def test_flat_on_many_threads(world_size: int) -> None:
-    def body(rank: int, world_size: int) -> None:
-        assert isinstance(comm_for(world(), torch.device("cpu")), FlatComm)
-        check_all_gather(FlatComm(), rank, torch.float32, [[2] * world_size])
-        check_reduce_scatter(FlatComm(), rank, world_size, torch.float32, [[2] * world_size])
-        check_narrow(FlatComm(), rank, world_size, torch.bfloat16, torch.float32, [[2] * world_size, [30] * world_size])
-        tensor = torch.full((5,), float(rank + 1))
-        all_reduce(FlatComm(), tensor, world(), False)()
-        assert tensor.tolist() == [sum(range(1, world_size + 1))] * 5
-
-    run_threads(world_size, body)
 
 
 def test_nccl_calls_on_a_fake_group() -> None:

@@ -132,19 +132,6 @@ def test_reused_buffer(rank: int, world_size: int) -> None:
         check_step(model, plain, rank, world_size, step, 5)
 
 
-@on_ranks(2)
-def test_process_group_buffers_on_gloo(rank: int, world_size: int) -> None:
-    """gloo has no allocator of its own: a warning says so. Programs for torch, where it has no effect, had an error."""
-    plain = Layers(2)
-    model = in_units(plain)
-    with pytest.warns(UserWarning, match="no effect: .*gloo"):
-        model.layers[0].set_allocate_memory_from_process_group_for_comm(True)
-    with pytest.raises(NotImplementedError, match="NCCL"):
-        model.layers[0].set_symm_mem_for_comm()
-    model.layers[0].set_allocate_memory_from_process_group_for_comm(False)
-    check(model, plain, rank, world_size)
-
-
 @on_ranks(4)
 def test_unit_with_several_groups(rank: int, world_size: int) -> None:
     """Behaviour 136, 137: it would not be clear which group is meant; a hook may ask for the mesh of each."""

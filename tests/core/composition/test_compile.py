@@ -1,8 +1,6 @@
 """`torch.compile` of sharded modules, with torch's own backends (Behaviour 173). Ahead-of-time autograd decides what
 is saved for backward, and the code is generated anew."""
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +18,6 @@ import fsdp2
 from fsdp2.errors import UnsupportedError
 from tests.helpers.parity_models import Block, Race, Stack, batch, one_batch, shard_blocks
 from tests.helpers.ranks import on_ranks
-from tests.helpers.source_tree import ROOT
 
 
 @contextmanager
@@ -79,51 +76,29 @@ def test_training(rank: int, world_size: int, how: Any, raf: bool) -> None:
     assert frames[0] > 0 and frames[0] == frames[-1], f"compiled graphs after each backward: {frames}"
 
 
-@on_ranks(2)
-def test_blocks_share_a_graph(rank: int, world_size: int) -> None:
-    """Behaviour 173: blocks of one class are compiled once, whatever unit they are."""
-    assert race(rank, world_size, build=partial(Stack, depth=3)).frame_count == 1
-
-
-class Checkpointed(Stack):
-    """A checkpoint around each block, or within it."""
-
-    def __init__(self, use_reentrant: bool, where: str) -> None:
-        super().__init__(depth=2, use_reentrant=use_reentrant if where == "outside" else None)
-        if where == "inside":
-            self.blocks = nn.ModuleList(Inside(use_reentrant) for _ in range(2))
-
-
 class Inside(Block):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__(8, 11)
-        self.run_again = partial(checkpoint, use_reentrant=use_reentrant)
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.run_again(super().forward, x)
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def checkpointed_inside() -> Stack:
+    model = Stack(depth=2)
+    model.blocks = nn.ModuleList(Inside(8, 11) for _ in range(2))
+    return model
+
+
+CHECKPOINTED = {
+    "inside": checkpointed_inside,
+    "non_reentrant": partial(Stack, depth=2, use_reentrant=False),
+    "reentrant": partial(Stack, depth=2, use_reentrant=True),
+}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("where", ["inside", "outside"])
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
-def test_checkpointed_blocks(rank: int, world_size: int, use_reentrant: bool, where: str) -> None:
+@pytest.mark.parametrize("where", CHECKPOINTED)
+def test_checkpointed_blocks(rank: int, world_size: int, where: str) -> None:
     """Behaviour 173, 175: a checkpoint within what is compiled, or around it."""
-    race(rank, world_size, raf=True, build=lambda: Checkpointed(use_reentrant, where))
-
-
-@on_ranks(2)
-def test_accumulation(rank: int, world_size: int) -> None:
-    """Behaviour 95, 173: compiled backward passes without sync leave their gradients for the last."""
-
-    def backward(model: Any, step: int, rank: int) -> Tensor:
-        losses = []
-        for microbatch in range(3):
-            if isinstance(model, fsdp2.FSDPModule):
-                model.set_requires_gradient_sync(microbatch == 2)
-            losses.append(one_batch(model, 3 * step + microbatch, rank))
-        return torch.stack(losses).sum()
-
-    race(rank, world_size, backward=backward)
+    race(rank, world_size, raf=True, build=CHECKPOINTED[where])
 
 
 @on_ranks(2)
@@ -161,34 +136,3 @@ def test_compiled_autograd(rank: int, world_size: int) -> None:
     model.reset_iter_state()
     step(batch(0, rank))
     assert all(param.grad is not None for param in model.parameters())
-
-
-COUNTS = """
-import sys, torch
-from torch import nn, optim
-from torch._dynamo.utils import counters
-
-if sys.argv[1] == "with":
-    import fsdp2
-for kind, options in ((optim.AdamW, {}), (optim.Adam, {"foreach": False}), (optim.AdamW, {"fused": True})):
-    torch.compiler.reset()
-    counters.clear()
-    model = nn.Linear(4, 4)
-    optimizer = kind(model.parameters(), **options)
-    step = torch.compile(optimizer.step, backend="eager")
-    for _ in range(3):
-        model(torch.ones(1, 4)).sum().backward()
-        step()
-    print(counters["frames"]["total"], sum(counters["graph_break"].values()), counters["stats"].get("unique_graphs"))
-"""
-
-
-@pytest.mark.exhaustive
-def test_the_import_changes_no_compiled_step() -> None:
-    """Frames, graphs and graph breaks are as without. (Hooks on all optimizers made 57 frames of 14.)"""
-    jobs = [
-        subprocess.Popen([sys.executable, "-c", COUNTS, which], cwd=ROOT, stdout=subprocess.PIPE)
-        for which in ("with", "without")
-    ]
-    found, expected = (job.communicate()[0].decode() for job in jobs)
-    assert found == expected and len(found.splitlines()) == 3

@@ -138,11 +138,8 @@ def test_partials_are_in_the_reduce_dtype(rank: int, world_size: int, reduce_dty
     ("factors", "force", "expected"),
     [
         ([8, 16, 4], [False, False, False], 6 * 4 / 8 + 2 * 4 / 16 + 3 * 4 / 4),
-        ([8, 16], [False, False], 6 * 4 / 8 + 2 * 4 / 16),
         ([16, 8], [True, False], 6 * 4 / 16 + 2 * 4 / 8),
         ([None, 16], [False, True], 6 * 4 / 4 + 2 * 4 / 16),
-        ([2, 8], [False, False], 6 * 4 / 2 + 2 * 4 / 8),
-        ([None, None], [False, True], 6 + 2),
     ],
 )
 def test_divide_factor_of_each_microbatch(
@@ -166,13 +163,11 @@ SETTERS = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_order_of_the_setters(rank: int, world_size: int, length: int) -> None:
+def test_order_of_the_setters(rank: int, world_size: int) -> None:
     """Behaviour 108: every sequence of the two setters does what it does on torch, where `set_requires_gradient_sync`
     sets both. transformers' Trainer relies on that; here gradients stayed partial for ever, without an error."""
     calls = [(name, value) for name in SETTERS for value in (False, True)]
-    sequences = list(product(calls, repeat=length))
-    for sequence in sequences[:: 1 if length < 3 else 5]:
+    for sequence in product(calls, repeat=2):
         found = []
         for api in (fsdp2, torch.distributed.fsdp):
             model: Any = api.fully_shard(Dot(), mesh=mesh_2d(2, 2))

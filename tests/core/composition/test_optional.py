@@ -10,17 +10,14 @@ import torch
 from torch.testing import assert_close
 
 import fsdp2
-from fsdp2 import OptionalPolicy, events, fully_shard
+from fsdp2 import events
 from tests.helpers.optional_models import (
     DIM,
     MESHES,
     POLICIES,
-    VisionLanguage,
-    assert_equal_gradients,
     check,
     counts,
     forward_and_backward,
-    gradients,
     inputs,
     pair,
     who_has_images,
@@ -115,35 +112,3 @@ def test_around_the_step(rank: int, world_size: int, policy: str) -> None:
             model.vision(batch(9, rank)).square().mean().backward()
 
         check(plain, sharded, rank, world_size, alone)
-
-
-@on_ranks(2)
-def test_a_list_of_modules_and_an_optional_unit_within_another(rank: int, world_size: int) -> None:
-    """Tower and projector as one unit; its second block has a policy of its own."""
-    plain = VisionLanguage()
-    model: Any = copy.deepcopy(plain)
-    asked = []
-
-    def note(*args: Any, **kwargs: Any) -> bool:
-        asked.append(len(args) + len(kwargs))
-        return args[1] is not None
-
-    fully_shard(model.vision.blocks[0])
-    fully_shard(model.vision.blocks[1], optional=OptionalPolicy(runs_if=note))
-    fully_shard([model.vision, model.projector], optional=POLICIES["ran"])
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    for step, with_images in enumerate(who_has_images(world_size)):
-        for each in (plain, model):
-            each.zero_grad()
-        run = forward_and_backward(step, with_images)
-        gradients(plain, world_size, run, "ran")
-        for name, param in plain.named_parameters():
-            if with_images and name.startswith("projector") and param.grad is not None:
-                param.grad *= world_size / len(with_images)
-            if with_images and name.startswith("vision.blocks.1") and param.grad is not None:
-                param.grad /= world_size / len(with_images)  # its own policy averages over all
-        run(model, rank)
-        assert_equal_gradients(plain, model, exact=False)
-    assert asked == [2] * 5

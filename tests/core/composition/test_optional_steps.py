@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, OptionalPolicy, events, fully_shard
+from fsdp2 import OptionalPolicy, events, fully_shard
 from tests.helpers.optional_models import (
     MESHES,
     POLICIES,
@@ -41,14 +41,6 @@ def test_accumulation(rank: int, world_size: int, turn: str, mesh: str) -> None:
     plain, model = pair(POLICIES["runs_if"], mesh=mesh_2d(2, world_size // 2) if mesh == "hsdp" else None)
     for with_images in ([[0], [1], []], [[], [0, 1], [0]], [[], [], []], [[1], [], [0]]):
         check(plain, model, rank, world_size, micro_batches(with_images, TURNS[turn]), exact=False)
-
-
-@on_ranks(2)
-def test_average_over_those_that_ran_in_a_step_of_several_backwards(rank: int, world_size: int) -> None:
-    """Without sync the sum is divided once, by the number of ranks that have gradients at the reduction."""
-    plain, model = pair(POLICIES["ran"])
-    run = micro_batches([[0], [1], []], TURNS["unsynced"])
-    check(plain, model, rank, world_size, run, "ran", exact=False)  # both ranks have gradients in the end
 
 
 @on_ranks(2, 4)
@@ -193,26 +185,6 @@ def test_prefetching_around_a_tower_that_one_rank_runs(rank: int, world_size: in
 
 
 @on_ranks(2)
-def test_mixed_precision_reduces_in_the_reduce_dtype(rank: int, world_size: int) -> None:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-    plain = VisionLanguage()
-    model: Any = copy.deepcopy(plain)
-    fully_shard(model.vision, optional=POLICIES["runs_if"], mp_policy=policy)
-    fully_shard(model)
-    run = forward_and_backward(0, [1])
-    gradients(plain, world_size, run)
-    with events.record() as log:
-        run(model, rank)
-    sent = {each.dtype for each in log if each.kind == "reduce_scatter" and each.unit == "vision"}
-    assert sent == {torch.float32}
-    for name, param in model.named_parameters():
-        wanted = shard_like(plain.get_parameter(name).grad, param)
-        assert (param.grad is None) == (wanted is None)
-        if wanted is not None:
-            assert_close(local(param.grad), wanted, rtol=0.1, atol=0.02)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stages_of_zero(rank: int, world_size: int, stage: int) -> None:
     zero = fsdp2.ZeroPolicy(stage=stage)
@@ -222,20 +194,6 @@ def test_stages_of_zero(rank: int, world_size: int, stage: int) -> None:
     fully_shard(model, zero=zero)
     for with_images in ([[0], []], [[], []], [[], [1]]):
         check(plain, model, rank, world_size, micro_batches(with_images, TURNS["not last"]), exact=False)
-
-
-@on_ranks(2)
-def test_gradients_that_are_finalised_by_hand(rank: int, world_size: int) -> None:
-    plain, model = pair(POLICIES["runs_if"])
-    model.set_manual_backward_finalization(True)
-
-    def run(model: Any, rank: int) -> None:
-        for step, with_images in ((0, [1]), (1, [])):
-            model(*inputs(step, rank, with_images)).backward()
-        if model is not plain:
-            model.finalize_backward()
-
-    check(plain, model, rank, world_size, run, exact=False)
 
 
 @on_ranks(2)

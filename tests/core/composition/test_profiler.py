@@ -1,7 +1,6 @@
 """The log, and a trace of `torch.profiler`: the phases of a step, under the names that torch's FSDP2 gives them."""
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 from unittest import TestCase
 
@@ -83,15 +82,6 @@ def test_the_steps_of_a_reduction_are_named(rank: int, world_size: int) -> None:
     for kind in HERE_ALONE:
         assert names[f"{kind} (0)"] == names[kind] == 2
     assert names["Optimizer.step#LocalSGD.step"] == 1, "torch's own"
-
-
-@on_ranks(2)
-def test_staging_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
-    """What an asynchronous save costs the trainer."""
-    model = trained(fsdp2)
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        fsdp2.checkpoint.save(str(tmp_path / "checkpoint"), model=model, async_op=True).wait()
-    assert [event.name for event in trace.events() if "FSDP::checkpoint" in event.name] == ["FSDP::checkpoint_stage"]
 
 
 def test_the_page_lists_the_ranges() -> None:

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from fsdp2 import ArgumentError, OptionalPolicy, OrderError, UnsupportedError, fully_shard
-from fsdp2.runtime import hooks
 from tests.helpers.optional_models import (
     POLICIES,
     Experts,
@@ -83,12 +82,6 @@ def test_policies_that_cannot_work(rank: int, world_size: int) -> None:
     _, model = pair(OptionalPolicy(runs_if=lambda text, images=None: torch.tensor(True)))  # type: ignore[arg-type, return-value]
     with pytest.raises(ArgumentError, match=r"unit 'vision': expected a bool from runs_if, got tensor\(True\)"):
         model(*inputs(0, rank, [0]))
-
-
-def test_the_argument_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(hooks.options, "optional")
-    with pytest.raises(UnsupportedError, match="fully_shard: optional=: the module of fsdp2"):
-        fully_shard(nn.Linear(2, 2), optional=True)
 
 
 @on_ranks(2)
