@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +67,6 @@ def test_a_program_runs(results: Path, name: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name, (_, ranks) in PROGRAMS.items() if ranks])
-def test_a_program_starts_its_ranks(tmp_path: Path, name: str) -> None:
-    """Without torchrun: it becomes a launcher of itself."""
-    command = [sys.executable, ROOT / "benchmarks" / name / "main.py", "--dry-run", "--out", tmp_path / "out.json"]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "out.json").read_text())["ranks"] == 2
-
-
-@pytest.mark.exhaustive
 def test_every_figure_is_drawn(results: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     there = {name for name in PROGRAMS if (results / name).exists()}  # fewer when only some tests are run
@@ -86,16 +74,6 @@ def test_every_figure_is_drawn(results: Path, tmp_path: Path) -> None:
     drawn = {path.stem for path in tmp_path.glob("*.png")}
     assert drawn == there
     assert all(path.stat().st_size < 60_000 for path in tmp_path.iterdir()), "too large to be committed"
-
-
-@pytest.mark.exhaustive
-def test_the_programs_of_a_full_run_exist() -> None:
-    pytest.importorskip("matplotlib")
-    for mode in ([], ["--short"]):
-        lines = [line for line in run("-m", "benchmarks.all", "--print", *mode).splitlines() if line.startswith("==")]
-        assert len(lines) >= len(PROGRAMS)
-        for line in lines:
-            assert Path(line.split()[3]).is_file(), line
 
 
 def test_a_tracker_follows_storages_that_are_resized_and_dropped() -> None:
@@ -146,15 +124,6 @@ def _fail() -> None:
 def test_the_tables_of_plans_are_those_of_the_results() -> None:
     text = (ROOT / "benchmarks/plan/README.md").read_text()
     assert tables() and all(table in text for table in tables())
-
-
-@pytest.mark.exhaustive
-def test_a_limited_process_trains_the_same_model(tmp_path: Path) -> None:
-    """In small, and without the limit."""
-    printed = run(ROOT / "benchmarks/offload/limited.py", "--dry-run", "--out", tmp_path / "out.json")
-    assert "| limited, all on disk |" in printed
-    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
-    assert len({tuple(each["losses"]) for each in runs.values()}) == 1
 
 
 OTHERS: dict[str, tuple[str, int | None]] = {

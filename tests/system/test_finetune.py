@@ -147,31 +147,12 @@ def test_the_result_is_no_model_to_begin_with(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "config.json").exists()
 
 
-@pytest.mark.parametrize("where", ["device", "host"])
-def test_a_frozen_base_that_stays_gathered(merged: tuple[Path, Finished], tmp_path: Path, where: str) -> None:
+def test_a_frozen_base_that_stays_gathered(merged: tuple[Path, Finished], tmp_path: Path) -> None:
     """Where the frozen weights stay changes no bit of the result."""
-    job = run("train_lm/finetune.py", *SHORT, "--out", tmp_path, "--keep-frozen", where)
+    job = run("train_lm/finetune.py", *SHORT, "--out", tmp_path, "--keep-frozen", "host")
     assert job.status == 0, job.errors
     expected, actual = (load_file(folder / "model" / "model.safetensors") for folder in (merged[0], tmp_path))
     assert all(torch.equal(expected[name], actual[name]) for name in expected.keys() | actual.keys())
-
-
-def test_another_adapter_cannot_go_on(merged: tuple[Path, Finished], tmp_path: Path) -> None:
-    job = run(
-        "train_lm/finetune.py",
-        *SHORT,
-        "--out",
-        tmp_path,
-        "--resume",
-        merged[0],
-        "--lora",
-        "4",
-        "--steps",
-        "30",
-        ranks=None,
-    )
-    assert job.status == 2
-    assert "is a checkpoint of another model: lora is 8 there and 4 here" in job.errors
 
 
 @pytest.mark.parametrize(

@@ -169,38 +169,6 @@ def test_a_killed_rank_is_started_again_and_goes_on(cluster: Cluster, whole: Pat
 
 
 @pytest.mark.exhaustive
-def test_fixed_node_ranks(cluster: Cluster, whole: Path, tmp_path: Path) -> None:
-    """A rank that dies ends both agents; the same commands go on."""
-    command, out = recipe("2", free_port(), tmp_path / "out"), tmp_path / "out"
-    machines = [cluster.start(*command, NODE_RANK=str(node)) for node in range(2)]
-    cluster.wait_for(f"saving .*step-{2 * SAVE_EVERY:08d}")
-    os.kill(workers_of(machines[1])[-1], signal.SIGKILL)
-    assert [machine.wait() for machine in machines] == [1, 1]
-    command = recipe("2", free_port(), out)
-    for node in range(2):
-        cluster.start(*command, NODE_RANK=str(node))
-    assert cluster.finish() == [1, 1, 0, 0], cluster.output
-    assert re.search(r"going on from .*/step-000000(05|10|15)\n", cluster.output), cluster.output
-    assert_same_run(out, whole)
-
-
-@pytest.mark.exhaustive
-def test_a_preempted_machine_is_replaced(cluster: Cluster, whole: Path, tmp_path: Path) -> None:
-    """SIGTERM to one agent: all ranks save and leave, the other agent waits for the next machine to come."""
-    command, out = recipe("2", free_port(), tmp_path / "out"), tmp_path / "out"
-    cluster.start(*command, RDZV_CONF=f"{QUICK},is_host=1")
-    leaves = cluster.start(*command, RDZV_CONF=f"{QUICK},is_host=0")
-    cluster.wait_for(f"saving .*step-{SAVE_EVERY:08d}")
-    leaves.terminate()
-    stopped = cluster.wait_for(r"stopped after step (\d+)")
-    assert leaves.wait() != 0
-    cluster.start(*command, RDZV_CONF=f"{QUICK},is_host=0")
-    assert cluster.finish()[::2] == [0, 0], cluster.output
-    assert f"going on from {out}/checkpoints/step-{int(stopped[1]):08d}\n" in cluster.output
-    assert_same_run(out, whole)
-
-
-@pytest.mark.exhaustive
 def test_with_a_machine_less(cluster: Cluster, whole: Path, tmp_path: Path) -> None:
     """Two machines of two ranks; one goes for good. Its shards are read by the two ranks that are left, and the batch
     stays what it was: losses are those of any other number of ranks, to rounding."""
@@ -216,16 +184,6 @@ def test_with_a_machine_less(cluster: Cluster, whole: Path, tmp_path: Path) -> N
     assert len({name.split("-")[2] for name in shards(out, SAVE_EVERY) if name.startswith("model")}) == 4
     assert len({name.split("-")[2] for name in shards(out, STEPS) if name.startswith("model")}) == 2
     assert list(metrics(out, "loss").values()) == pytest.approx(list(metrics(whole, "loss").values()), rel=1e-3)
-
-
-@pytest.mark.exhaustive
-def test_a_job_that_was_through_ends_again(cluster: Cluster, whole: Path) -> None:
-    """A launcher may start it once more, when another machine failed at the very end. Nothing is done twice."""
-    before = (whole / "metrics.jsonl").read_text()
-    cluster.start(*recipe("1", free_port(), whole), NPROC="2")
-    assert cluster.finish() == [0], cluster.output
-    assert f"going on from {whole}/checkpoints/step-{STEPS:08d}\n" in cluster.output
-    assert (whole / "metrics.jsonl").read_text() == before
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------------------
@@ -351,18 +309,6 @@ def test_all_command_lines_are_valid(tmp_path: Path) -> None:
 def test_scripts_are_valid_bash(path: Path) -> None:
     assert subprocess.run(["bash", "-n", path], capture_output=True, check=False).stderr == b""
     assert os.access(path, os.X_OK)
-
-
-def test_yaml_says_what_the_tools_expect() -> None:
-    """Names and places of the fields; the tools themselves are not installed here."""
-    yaml = pytest.importorskip("yaml")
-    _, runtime, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
-    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    grace = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    timeout = next(item for item in job["spec"]["trainer"]["env"] if item["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-    assert int(timeout["value"]) < grace["terminationGracePeriodSeconds"]
-    sky = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    assert {"name", "num_nodes", "resources", "file_mounts", "setup", "run"} <= sky.keys()
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")

@@ -90,12 +90,6 @@ def skip_everywhere(rank: int, world_size: int) -> None:
     pytest.skip("not today")
 
 
-def test_results_come_in_rank_order_and_pools_persist() -> None:
-    first = run_on_ranks(pid_of, 2, factor=7)
-    assert [value for value, _ in first] == [0, 7]
-    assert run_on_ranks(pid_of, 2, factor=7) == first
-
-
 def test_failing_rank_is_named_with_its_traceback() -> None:
     before = run_on_ranks(pid_of, 3)
     with pytest.raises(RanksFailed) as info:
