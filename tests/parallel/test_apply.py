@@ -17,7 +17,6 @@ from fsdp2 import (
     FSDPModule,
     MixedPrecisionPolicy,
     ZeroPolicy,
-    auto_shard,
     by_class,
     by_predicate,
     by_size,
@@ -96,22 +95,6 @@ def test_a_policy_has_options_for_the_root_too(rank: int, world_size: int, resha
     with torch.no_grad(), quiet():
         model(*part_of(build_meshes(ParallelConfig(), "cpu"), global_batch(0))[:1])
     assert isinstance(model.head.weight, DTensor) is resharded
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("call", ["parallelize", "auto_shard", "fully_shard"])
-def test_ignored_parameters_that_can_be_read_once(rank: int, world_size: int, call: str) -> None:
-    """From an iterator the first unit took them all, and the root sharded them after all."""
-    model: Any = Lm()
-    ignored = model.embed.parameters()
-    if call == "parallelize":
-        parallelize(model, ParallelConfig(), ignored_params=ignored)
-    elif call == "auto_shard":
-        auto_shard(model, by_class(DecoderBlock), ignored_params=ignored)
-    else:
-        fully_shard(model, ignored_params=ignored)
-    assert not isinstance(model.embed.weight, DTensor)
-    assert isinstance(model.head.weight, DTensor)
 
 
 # --- activation checkpointing and compilation -------------------------------------------------------------------------

@@ -6,7 +6,6 @@ over all tokens that count, of which ranks have different numbers.
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.parallel import (
@@ -27,17 +25,14 @@ from fsdp2.parallel import (
     shard_sequence,
     unshard_sequence,
 )
-from fsdp2.parallel.ring_attention import context_group, num_ring_attentions
 from tests.helpers.context_lm import (
     DIM,
-    DIMS,
     attend,
     check_lm,
     local_loss,
     parallel_lm,
     plain_lm,
     reference,
-    whole_batch,
 )
 from tests.helpers.models import error_of
 from tests.helpers.parallel_models import compiling
@@ -80,24 +75,6 @@ def test_recomputed(rank: int, world_size: int, kind: str) -> None:
         total = param.grad.clone()
         torch.distributed.all_reduce(total)
         assert_close(total / 2, grad, rtol=1e-9, atol=1e-11)
-
-
-@on_ranks(2)
-def test_a_checkpoint_can_keep_attention(rank: int, world_size: int) -> None:
-    """Selective checkpointing by operator: the ring, the dearest of all, does not run again in backward."""
-    meshes = build_meshes(ParallelConfig(context=2))
-    model, name = plain_lm(use_reentrant=False), context_group(meshes.context)
-    policy = partial(create_selective_checkpoint_contexts, [torch.ops.fsdp2.ring_attention.default])
-    batch = shard_sequence(whole_batch(0), meshes.context, DIMS)
-    x = model.embed(batch["ids"])
-    block = model.blocks[0]
-    apply_context_parallel(block, meshes.context)
-    ran = num_ring_attentions[name]
-    for options, runs in (({}, 2), ({"context_fn": policy}, 1)):
-        output = checkpoint(block, x.detach().requires_grad_(), batch["positions"], use_reentrant=False, **options)
-        output.sum().backward()
-        ran += runs
-        assert num_ring_attentions[name] == ran
 
 
 # --- models of others -------------------------------------------------------------------------------------------------

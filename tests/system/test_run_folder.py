@@ -1,6 +1,5 @@
 """The folder of an example's run: what moves away before it starts, and what is forgotten."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,3 @@ def test_numbers_of_earlier_runs(modules: Any, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     run_folder.prepare_folder(tmp_path, None)
     assert [path.name for path in (tmp_path / "previous-3").iterdir()] == ["metrics.jsonl"]
-
-
-def test_records_after_the_checkpoint_are_forgotten(modules: Any, tmp_path: Path) -> None:
-    """A resumed run records them again."""
-    _, reporting, _ = modules
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps({"step": step}) + "\n" for step in (10, 20, 30)))
-    reporting.Report(tmp_path, 20, 40, active=True)
-    assert [json.loads(line) for line in file.read_text().splitlines()] == [{"step": 10}, {"step": 20}]

@@ -78,17 +78,6 @@ def test_nothing_is_sent_where_no_rank_runs_it(rank: int, world_size: int, polic
 
 @on_ranks(2)
 @pytest.mark.parametrize("policy", ["plain", "runs_if"])
-def test_frozen_tower(rank: int, world_size: int, policy: str) -> None:
-    plain, model = pair(POLICIES[policy])
-    for each in (plain, model):
-        each.vision.requires_grad_(False)
-    for step, with_images in enumerate(who_has_images(world_size)):
-        log = check(plain, model, rank, world_size, forward_and_backward(step, with_images))
-        assert set(counts(log, "vision")) <= {"all_gather"}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("policy", ["plain", "runs_if"])
 def test_around_the_step(rank: int, world_size: int, policy: str) -> None:
     """Evaluation, calls of the tower alone, explicit unshards, state dicts, whole parameters and copies."""
     plain, model = pair(POLICIES[policy], reshard_after_forward=policy == "plain")

@@ -1,13 +1,11 @@
 """Ranks that differ are an error with a name, within seconds, and no parameter is stepped with what they made of it
 (docs/launching.md). Real processes, which are forked for one case each and may be killed."""
 
-import logging
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from benchmarks.fake import FakeRank, in_fake_rank
-from fsdp2 import checkpoint, fully_shard
+from fsdp2 import fully_shard
 from fsdp2.watch.order import compare_before_step
 from fsdp2.watch.watchdog import watchdog
 from tests.helpers.fault_runs import LIMIT_S, check_all
-from tests.helpers.faults import Fault, Job, Told, build
+from tests.helpers.faults import Fault, build
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.ranks import on_ranks
 from tests.helpers.ranks_pool import forking
@@ -190,69 +188,3 @@ def test_a_step_under_fake_tensors(rank: int, world_size: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with FakeTensorMode(allow_non_fake_inputs=True):
         compare_before_step(optimizer)
-
-
-# --- what is no fault -------------------------------------------------------------------------------------------------
-
-
-PAUSE_S = 4.0
-NUM_STEPS = 4
-
-
-class Slow:
-    """A part of a checkpoint that takes long to get."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def state_dict(self) -> dict[str, object]:
-        time.sleep(self.seconds)
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, object]) -> None: ...
-
-
-def sleeps(job: Job) -> None:
-    time.sleep(PAUSE_S)
-
-
-PAUSES: dict[str, Callable[[Job], None] | None] = {
-    "nothing": None,
-    "sleeps": sleeps,
-    "saves slowly": None,
-}
-
-
-def pausing(rank: int, folder: str, what: str) -> tuple[list[list[float]], list[str]]:
-    """The parameters in the end, and what was logged."""
-    # 8 ranks run at the same time: on a busy machine a step takes some tenths of a second.
-    fsdp2.safety(stall_after_s=1.0, answer_within_s=0.5)
-    told: list[str] = []
-    logging.getLogger("fsdp2").addHandler(Told(told, Path(folder) / "told"))
-    job = Job(rank, Fault("none", victim=-1), folder)
-    pause = PAUSES[what]
-    for number in range(NUM_STEPS):
-        if number == 2 and rank == 1 and pause is not None:
-            pause(job)
-        if number == 2 and what == "saves slowly":
-            extra = {"slow": Slow(PAUSE_S * rank)}
-            checkpoint.save(Path(folder) / "saved", model=job.model, extra=extra, timeout_s=60.0)
-        job.step()
-    torch.distributed.barrier()
-    return [value.tolist() for value in job.values()], told
-
-
-@pytest.mark.exhaustive
-def test_pauses_are_no_faults(tmp_path: Path) -> None:
-    """A slow rank, a slow save. Those that wait say so in the log; a save says nothing."""
-    folders = {what: tmp_path / what.replace(" ", "_") for what in PAUSES}
-    for folder in folders.values():
-        folder.mkdir()
-    cases = [Case(pausing, 2, (str(folders[what]), what), limit_s=60.0) for what in PAUSES]
-    found = dict(zip(PAUSES, run_cases(cases), strict=True))
-    for what, outcomes in found.items():
-        for outcome, undisturbed in zip(outcomes, found["nothing"], strict=True):
-            assert outcome.ok, (what, outcome)
-            assert outcome.value[0] == undisturbed.value[0], what
-        told = [text for outcome in outcomes for text in outcome.value[1]]
-        assert any("rank 1 is alive" in text for text in told) == (PAUSES[what] is not None), (what, told)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from fsdp2 import MixedPrecisionPolicy, Offload, OrderError, ZeroPolicy, fully_shard, offload_optimizer
+from fsdp2 import MixedPrecisionPolicy, OrderError, ZeroPolicy, fully_shard
 from fsdp2.runtime.root import units_below
 from tests.helpers.extensions import layers_in_pieces
 from tests.helpers.one_process import in_units
@@ -180,25 +180,6 @@ def test_grad_dtype_that_is_set_between_steps(rank: int, world_size: int, then: 
     assert all(param.grad.dtype == torch.float32 for param in model.parameters())
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("how", ["stays unsharded", "stepped in the background"])
-def test_grad_dtype_that_is_set_while_shards_are_not_looked_at(rank: int, world_size: int, how: str) -> None:
-    """Behaviour 36, where a unit has not resharded, or its shards are being stepped: the backward raised."""
-    stays = how == "stays unsharded"
-    options: dict[str, Any] = {"reshard_after_forward": False} if stays else {"offload_policy": Offload()}
-    model = fully_shard(nn.Linear(8, 8).to(torch.bfloat16), **options)
-    model.set_reshard_after_backward(not stays)
-    params = [*model.parameters()]
-    optimizer: Any = torch.optim.AdamW(params) if stays else offload_optimizer(torch.optim.AdamW, params)
-    backward_of(model, X.bfloat16())
-    optimizer.step()
-    optimizer.zero_grad()
-    for param in params:
-        param.grad_dtype = torch.float32
-    backward_of(model, X.bfloat16())
-    assert all(param.grad.dtype == torch.float32 for param in params)
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("then", ["backward", "state_dict"])
 def test_a_change_on_the_smaller_mesh(rank: int, world_size: int, then: str) -> None:
@@ -235,15 +216,6 @@ def test_inner_shards_on_a_smaller_mesh(rank: int, world_size: int) -> None:
         param.to_local().detach().data.zero_()  # which no counter counts
     with torch.no_grad():
         assert not model(X).any()
-
-
-@on_ranks(2)
-def test_a_layer_is_taken_out(rank: int, world_size: int) -> None:
-    """`model.head = nn.Identity()` after fully_shard: its parameters are nobody's, and the others train."""
-    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-    model[0] = nn.Identity()
-    backward_of(model)
-    assert model[1].weight.grad is not None
 
 
 @on_ranks(2)

@@ -59,23 +59,3 @@ def test_tied_weights_and_lists_stay_together(rank: int, world_size: int, borrow
     assert (fully_shard.state(copied.head) is fully_shard.state(copied.embed)) is not borrows
     del model
     check(copied, plain, rank, world_size, step)
-
-
-@on_ranks(2)
-def test_a_parent_a_part_and_hooks(rank: int, world_size: int) -> None:
-    """A plain parent of sharded modules; one block of a sharded model; the user's hooks come along, in their order."""
-    parent = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    parent[1].requires_grad_(False)  # plain and trainable beside sharded ones would be a warning
-    seen: list[str] = []
-    parent[0].register_forward_pre_hook(lambda module, args: seen.append(type(module.weight).__name__))
-    fully_shard(parent[0])
-    parent[0].register_forward_hook(lambda module, args, output: seen.append(type(module.weight).__name__))
-    copied = copy.deepcopy(parent)
-    copied(torch.ones(2, 4)).sum().backward()
-    assert seen == ["Parameter", "Parameter"], "the copy is a root of its own, and keeps its parameters after forward"
-    assert copied[0].weight.grad is not None and parent[0].weight.grad is None
-    model = shard_blocks(fsdp2, Stack())
-    model(batch(0, rank)).sum().backward()
-    block = copy.deepcopy(model.blocks[0])
-    block(torch.ones(2, 8)).sum().backward()
-    assert isinstance(block.state_dict()["up.weight"], DTensor)

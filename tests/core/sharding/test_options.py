@@ -12,7 +12,7 @@ from itertools import combinations
 
 import pytest
 
-from tests.helpers.options import BY_NAME, OPTIONS, REFUSED, SKIPPED
+from tests.helpers.options import BY_NAME, REFUSED, SKIPPED
 from tests.helpers.options_case import Case
 from tests.helpers.ranks import RanksFailed, on_ranks, run_on_ranks
 
@@ -100,13 +100,6 @@ def test_refused(rank: int, world_size: int) -> None:
                 case.sharded()
         except BaseException as error:  # pytest's own for "did not raise" is no Exception
             raise AssertionError(f"{case.name}: expected {refusal}, got {error!r}") from error
-
-
-@pytest.mark.exhaustive  # each option is in some set of `test_together`
-@pytest.mark.parametrize("world_size", [2, 4], ids=["ranks2", "ranks4"])
-def test_alone(world_size: int) -> None:
-    """Each option trains as one process does."""
-    check(world_size, [(option.name,) for option in OPTIONS if world_size == 4 or not option.needs_4])
 
 
 @pytest.mark.parametrize(

@@ -282,25 +282,6 @@ def test_tied_states(rank: int, world_size: int, order: str) -> None:
         assert_tied(model)
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("order", ["embed", "head", "embed_head", "neither"])
-def test_tied_on_meta(rank: int, world_size: int, order: str) -> None:
-    """Behaviour 31, 87: built on meta and given memory, still one weight; then it trains."""
-    plain = Tied()
-
-    def shard(api: Any, model: Any) -> None:
-        model.to("meta")
-        model.head.weight = model.embed.weight  # `.to` of a plain module tears them apart
-        shard_in_order(api, model, order)
-        assert_tied(model)
-        model.to_empty(device="cpu")
-        assert_tied(model)
-        for param, value in zip(model.parameters(), plain.parameters(), strict=True):
-            local(param).detach().copy_(shard_like(value.detach(), param))
-
-    train(rank, world_size, lambda: plain, shard, backward=step_and_check_ties)
-
-
 class ThreeNames(nn.Module):
     """An encoder and a decoder, each with blocks and the same embedding, whose weight is the head's, too."""
 

@@ -42,7 +42,8 @@ def rows(whole: Tensor, rank: int, world_size: int, dim: int = 0) -> Tensor:
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_sharded_parameter(rank: int, world_size: int, requires_grad: bool) -> None:
-    """Behaviour 20-22: a leaf DTensor and nn.Parameter: this rank's chunk, in a storage of ceil(dim0 / S) rows."""
+    """Behaviour 20-22, 26: a leaf DTensor and nn.Parameter: this rank's chunk, in a storage of ceil(dim0 / S) rows. Its
+    gradient is laid out as it is, also where this rank has no rows: views of one reduction."""
     plain = Bag(*SHAPES, requires_grad=requires_grad)
     mesh = init_device_mesh("cpu", (world_size,))
     model = sharded_copy(plain, lambda m: fully_shard(m, mesh=mesh))
@@ -55,8 +56,14 @@ def test_sharded_parameter(rank: int, world_size: int, requires_grad: bool) -> N
         padded_rows = -(-param.shape[0] // world_size)
         assert param.to_local().untyped_storage().nbytes() == 4 * padded_rows * param[0:1].numel()
         assert torch.equal(full(param), old)
-    if requires_grad:
-        check_step(model, plain, rank, world_size)
+    if not requires_grad:
+        return
+    check_step(model, plain, rank, world_size)
+    for param in model.parameters():
+        assert (param.grad.device_mesh, param.grad.placements) == (mesh, param.placements)
+        assert (param.grad.shape, param.grad.stride()) == (param.shape, param.stride())
+        assert param.grad.to_local().shape == param.to_local().shape and param.grad.to_local().is_contiguous()
+    assert len({param.grad.to_local().untyped_storage().data_ptr() for param in model.parameters()}) == 1
 
 
 @on_ranks(4)
@@ -100,21 +107,6 @@ def test_identity_and_storage(rank: int, world_size: int) -> None:
     assert all(param.untyped_storage().nbytes() >= param.nbytes for param in model.parameters())
     model.reshard()
     assert [seen.untyped_storage().nbytes() for seen in unsharded[0]] == [0, 0]
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("hsdp", [False, True])
-def test_gradients(rank: int, world_size: int, hsdp: bool) -> None:
-    """Behaviour 26: laid out like their parameters, also where this rank has no rows; views of one reduction."""
-    model = fully_shard(Bag(*SHAPES), mesh=mesh_2d(world_size // 2, 2) if hsdp else None)
-    run_step(model, rank)
-    for param in model.parameters():
-        assert isinstance(param.grad, DTensor)
-        assert (param.grad.device_mesh, param.grad.placements) == (param.device_mesh, param.placements)
-        assert param.grad.shape == param.shape and param.grad.stride() == param.stride()
-        assert param.grad.to_local().shape == param.to_local().shape
-        assert param.grad.to_local().is_contiguous()
-    assert len({param.grad.to_local().untyped_storage().data_ptr() for param in model.parameters()}) == 1
 
 
 @on_ranks(2, 4)
