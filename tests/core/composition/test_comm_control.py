@@ -2,7 +2,7 @@
 process groups, shared streams; and how much is communicated by default."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from fsdp2 import events
 from tests.helpers.models import check_step, linears, run_step
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.one_process import check, in_units
+from tests.helpers.options_model import Gathers, Scatters
 from tests.helpers.parity_models import (
     Layers,
     Stack,
@@ -30,55 +31,37 @@ from tests.helpers.parity_models import (
 from tests.helpers.ranks import on_ranks
 
 
-class Allocates:
-    """The half of a collective, as users write it for torch's FSDP2, that makes its buffers; and what tests look at."""
+class Noted:
+    """A collective as users write it for torch's FSDP2, and what it was asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: Any, asynchronous: bool = False) -> None:
+        self.inner, self.asynchronous = inner, asynchronous
         self.allocated: list[Tensor] = []
         self.calls: list[dict[str, Any]] = []
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        buffer = torch.empty(*size, dtype=dtype, device=device)
-        assert buffer.ndim == 1, f"size must be that of a flat tensor, got {size}"
-        self.allocated.append(buffer)
-        return buffer
-
-
-class ListGather(Allocates):
-    """An all-gather by `dist.all_gather`. `asynchronous`: returns its work when asked for an asynchronous one."""
-
-    def __init__(self, asynchronous: bool = False) -> None:
-        super().__init__()
-        self.asynchronous = asynchronous
+        self.allocated.append(self.inner.allocate(size, dtype=dtype, device=device))
+        assert self.allocated[-1].ndim == 1, f"size must be that of a flat tensor, got {size}"
+        return self.allocated[-1]
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False, **op: Any
     ) -> dist.Work | None:
         self.calls.append({"output": output_tensor, "source": input_tensor, "group": group})
-        async_op = async_op and self.asynchronous
-        return dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group=group, async_op=async_op)
-
-
-class SumAndCut(Allocates):
-    """A reduce-scatter by an all-reduce of a copy. Sums, and divides where it is told to average."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        self.calls.append({"output": output_tensor, "source": input_tensor, "group": group, "op": op})
-        total = input_tensor / group.size() if op == dist.ReduceOp.AVG else input_tensor.clone()
-        work = dist.all_reduce(total, group=group, async_op=False)
-        output_tensor.copy_(total.chunk(group.size())[group.rank()])
+        work = self.inner(output_tensor, input_tensor, group, async_op=async_op and self.asynchronous, **op)
+        assert work is None or self.asynchronous
         return work
 
 
-class Reused(ListGather):
+class Reused(Gathers):
     """Gathers into one buffer for life, and spoils what the last all-gather left there."""
 
+    buffer: Tensor | None = None
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if not self.allocated:
-            super().allocate(size, dtype=dtype, device=device)
-        return self.allocated[0].fill_(torch.nan)
+        if self.buffer is None:
+            self.buffer = super().allocate(size, dtype=dtype, device=device)
+        return self.buffer.fill_(torch.nan)
 
 
 # --- collectives of one's own -----------------------------------------------------------------------------------------
@@ -91,7 +74,7 @@ def test_custom_all_gather(rank: int, world_size: int, asynchronous: bool, dim: 
     """Behaviour 134: on this unit alone, with its buffer, in place: the input is this rank's part of the output."""
     plain = Layers(2, dim)
     model = in_units(plain, reshard_after_forward=True)
-    gather = ListGather(asynchronous)
+    gather = Noted(Gathers(), asynchronous)
     model.layers[0].set_custom_all_gather(gather)
     for step in range(2):
         check_step(model, plain, rank, world_size, step, dim)
@@ -110,7 +93,7 @@ def test_custom_reduce_scatter(rank: int, world_size: int, dim: int) -> None:
     """Behaviour 135: two buffers, for the unit's whole input first, then for this rank's part of the result."""
     plain = Layers(2, dim)
     model = in_units(plain)
-    reduce = SumAndCut()
+    reduce = Noted(Scatters())
     model.layers[0].set_custom_reduce_scatter(reduce)
     for step in range(2):
         check_step(model, plain, rank, world_size, step, dim)
@@ -144,9 +127,9 @@ def test_unit_with_several_groups(rank: int, world_size: int) -> None:
         shard_placement_fn=lambda p: fsdp2.ShardPlacementResult(Shard(0), pair if p in experts else everyone),
     )
     with pytest.raises(ValueError, match="set_custom_all_gather"):
-        model.set_custom_all_gather(ListGather())
+        model.set_custom_all_gather(Noted(Gathers()))
     with pytest.raises(ValueError, match="set_custom_reduce_scatter"):
-        model.set_custom_reduce_scatter(SumAndCut())
+        model.set_custom_reduce_scatter(Noted(Scatters()))
     with pytest.raises(ValueError, match="set_all_reduce_hook"):
         model.set_all_reduce_hook(lambda flat: None)
     seen: list[tuple[int, int]] = []
@@ -160,7 +143,7 @@ def test_unit_with_several_groups(rank: int, world_size: int) -> None:
 
 def groups_used(model: Any, rank: int) -> tuple[list[Any], list[Any]]:
     """The process groups of the layers' all-gathers and reduce-scatters in one step."""
-    gathers, reduces = [ListGather() for _ in model.layers], [SumAndCut() for _ in model.layers]
+    gathers, reduces = [Noted(Gathers()) for _ in model.layers], [Noted(Scatters()) for _ in model.layers]
     for layer, gather, reduce in zip(model.layers, gathers, reduces, strict=True):
         layer.set_custom_all_gather(gather)
         layer.set_custom_reduce_scatter(reduce)
@@ -230,25 +213,19 @@ def test_share_comm_ctx(rank: int, world_size: int, when: str, flagged: bool) ->
 @on_ranks(2, 4)
 def test_post_optim_event(rank: int, world_size: int) -> None:
     """Behaviour 142: a new event after each optimizer step; losses are those without."""
-
-    def losses(set_event: Callable[[Any], None]) -> list[float]:
-        torch.manual_seed(0)
-        model = in_units(Stack())
-        optim = torch.optim.Adam(model.parameters(), lr=1e-2)
-        found = []
+    losses: list[float] = []
+    model, twin = in_units(plain := Stack()), in_units(plain)
+    for each in (model, twin):
+        optim = torch.optim.Adam(each.parameters(), lr=1e-2)
         for step in range(4):
-            found.append(run_step(model, rank, step, 8).item())
+            losses.append(run_step(each, rank, step, 8).item())
             optim.step()
             optim.zero_grad()
-            set_event(model)
-        return found
-
-    def record(model: Any) -> None:
-        event = torch.cpu.Event()
-        event.record()
-        model.set_post_optim_event(event)
-
-    assert losses(record) == losses(lambda model: None)
+            if each is model:
+                event = torch.cpu.Event()
+                event.record()
+                model.set_post_optim_event(event)
+    assert losses[:4] == losses[4:]
 
 
 def leads(rank: int) -> list[list[float]]:

@@ -1,10 +1,7 @@
-"""Every option against one process that trains the plain model: alone, in pairs, and in sets that hold every pair.
-
-A *set* is a few options together, chosen so that all sets hold every pair that goes together at least once (a pairwise
-covering array): some hundred trainings in place of 1500. ``FSDP2_ALL_PAIRS=1`` trains each pair by itself.
+"""Every option against one process that trains the plain model, in sets of a few that go together. All sets hold every
+pair at least once (a pairwise covering array): some hundred trainings in place of 1500.
 """
 
-import os
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -111,6 +108,5 @@ def test_refused(rank: int, world_size: int) -> None:
     ],
 )
 def test_together(world_size: int, batch: int) -> None:
-    """So does each pair, here several at a time."""
-    sets = pairs(world_size) if os.environ.get("FSDP2_ALL_PAIRS") else covering(world_size)
-    check(world_size, sets[batch :: NUM_BATCHES[world_size]])
+    """They train as one process does."""
+    check(world_size, covering(world_size)[batch :: NUM_BATCHES[world_size]])
