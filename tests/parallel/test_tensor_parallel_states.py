@@ -1,19 +1,14 @@
-"""Tensor-parallel models outside of training: meta devices, conversion, state dicts, optimizer states, clipping."""
+"""Tensor-parallel models outside of training: meta devices and state dicts."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing import assert_close
 
 import fsdp2
-from tests.helpers.parity_models import full, local, shard_like
+from tests.helpers.parity_models import local, shard_like
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import (
     PLANS,
@@ -75,23 +70,3 @@ def test_state_dict(rank: int, world_size: int, plan: str, raf: bool) -> None:
     with quiet():
         check_step(other, plain, mesh)
         check_step(model, plain, mesh)
-
-
-@on_ranks(4)
-@every_plan
-@pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
-def test_full_state_dict(rank: int, world_size: int, plan: str, hsdp: bool) -> None:
-    """Behaviour 170: torch's own helpers gather the full state dict on rank 0, and load it from there."""
-    mesh = hsdp_tp(1, 2) if hsdp else dp_tp()
-    plain, model = tp_pair(mesh, plan)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    whole = get_model_state_dict(model, options=options)
-    assert sorted(whole) == (sorted(plain.state_dict()) if rank == 0 else [])
-    for name, value in whole.items():
-        assert torch.equal(value, plain.state_dict()[name]), name
-    torch.manual_seed(1)
-    _, other = tp_pair(mesh, plan)
-    assert not torch.equal(full(other.embed.weight), plain.embed.weight)
-    set_model_state_dict(other, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    with quiet():
-        check_step(other, plain, mesh)

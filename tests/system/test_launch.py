@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -309,21 +308,3 @@ def test_all_command_lines_are_valid(tmp_path: Path) -> None:
 def test_scripts_are_valid_bash(path: Path) -> None:
     assert subprocess.run(["bash", "-n", path], capture_output=True, check=False).stderr == b""
     assert os.access(path, os.X_OK)
-
-
-@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
-def test_ray_train_starts_killed_workers_again(whole: Path, tmp_path: Path, cluster: Cluster) -> None:
-    """SIGKILL to one worker: Ray ends the other one, and starts both again in processes of their own."""
-    out = tmp_path / "out"
-    command = [LAUNCH / "ray_train.py", "--workers", "2", "--cpu", "--", *OPTIONS, *TEXT, "--out", out]
-    cluster.start(sys.executable, *command, RAY_AUTH_MODE="disabled")  # or it writes a token into the home folder
-    first = int(cluster.wait_for(r"pid=(\d+)\) world_rank=1,")[1])
-    cluster.wait_for(f"saving .*step-{2 * SAVE_EVERY:08d}")
-    os.kill(first, signal.SIGKILL)
-    killed = len(cluster.output)
-    second = int(cluster.wait_for(r"pid=(\d+)\) world_rank=1,", behind=killed)[1])
-    assert cluster.finish() == [0], cluster.output
-    assert second != first
-    assert re.search(rf"going on from {out}/checkpoints/step-000000\d[05]\b", cluster.output[killed:]), cluster.output
-    assert f"step-{STEPS:08d}" not in cluster.output[:killed]
-    assert_same_run(out, whole)

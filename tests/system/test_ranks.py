@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from tests.helpers.ranks import RanksFailed, on_ranks, run_on_ranks
 from tests.helpers.ranks_worker import KEPT_GROUPS
-from tests.helpers.threads import fake_world, run_threads
+from tests.helpers.threads import run_threads
 
 
 @on_ranks(2, 4)
@@ -22,13 +21,6 @@ def test_ranks_communicate(rank: int, world_size: int, offset: int) -> None:
     assert value.item() == sum(range(world_size)) + offset * world_size
     assert dist.get_world_size() == world_size and dist.get_rank() == rank
     assert torch.get_num_threads() == 1
-
-
-@on_ranks(2)
-def test_fixture_values_reach_the_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
-    (tmp_path / str(rank)).touch()
-    dist.barrier()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
 def patch_linear(rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -54,16 +46,6 @@ def make_groups(rank: int, world_size: int, count: int) -> int:
 def test_groups_of_finished_bodies_are_destroyed() -> None:
     run_on_ranks(make_groups, 2, count=KEPT_GROUPS + 1)
     assert run_on_ranks(make_groups, 2, count=1) == [1, 1]
-
-
-@on_ranks(2)
-def test_groups_share_a_thread_that_listens(rank: int, world_size: int) -> None:
-    """It wakes a hundred times a second. With one for each group they took 39 % of two cores."""
-    tasks = Path("/proc/self/task")
-    before = {*tasks.iterdir()}
-    make_groups(rank, world_size, count=2)
-    of_messages = 2  # a group's own threads; the one that listens has no name of its own in torch 2.11
-    assert len({*tasks.iterdir()} - before) == 2 * of_messages
 
 
 def pid_of(rank: int, world_size: int, factor: int = 1) -> tuple[int, int]:
@@ -119,16 +101,6 @@ def test_skip_in_the_body_skips() -> None:
         run_on_ranks(skip_everywhere, 2)
 
 
-def test_run_threads_gives_each_thread_a_rank() -> None:
-    def body(rank: int, world_size: int) -> float:
-        value = torch.tensor([float(rank)])
-        dist.all_reduce(value)
-        return value.item()
-
-    assert run_threads(8, body) == [28.0] * 8
-    assert not dist.is_initialized()
-
-
 def test_run_threads_reports_the_failing_rank() -> None:
     def body(rank: int, world_size: int) -> None:
         if rank == 3:
@@ -138,9 +110,3 @@ def test_run_threads_reports_the_failing_rank() -> None:
     with pytest.raises(RuntimeError, match="rank 3 of 4 threads failed: KeyError"):
         run_threads(4, body)
     assert run_threads(2, lambda rank, world_size: rank) == [0, 1]
-
-
-def test_fake_world() -> None:
-    with fake_world(5, 64):
-        assert (dist.get_rank(), dist.get_world_size()) == (5, 64)
-    assert not dist.is_initialized()

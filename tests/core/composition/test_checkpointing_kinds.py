@@ -1,4 +1,4 @@
-"""Every kind of activation checkpointing and offloading, on sharded blocks (Behaviour 58, 175)."""
+"""Kinds of activation checkpointing and offloading on sharded blocks; the fuzzer draws `checkpoint` itself."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.helpers.parity_models import Race, Stack, one_batch, shard_blocks
 from tests.helpers.ranks import on_ranks
@@ -24,12 +24,9 @@ Run = Callable[[nn.Module, Tensor], Tensor]
 VIEWS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.t.default]
 
 
-def selective(policy: Any) -> Run:
-    return partial(checkpointed, context_fn=partial(create_selective_checkpoint_contexts, policy))
-
-
-def checkpointed(block: nn.Module, x: Tensor, use_reentrant: bool = False, **options: Any) -> Tensor:
-    return checkpoint(block, x, use_reentrant=use_reentrant, **options)
+def selective(block: nn.Module, x: Tensor) -> Tensor:
+    contexts = partial(create_selective_checkpoint_contexts, VIEWS)
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
 def on_cpu(block: nn.Module, x: Tensor) -> Tensor:
@@ -49,9 +46,7 @@ def packed_as_it_is(block: nn.Module, x: Tensor) -> Tensor:
 
 
 RUNS: dict[str, Run] = {
-    "reentrant": partial(checkpointed, use_reentrant=True),
-    "non_reentrant": checkpointed,
-    "selective": selective(VIEWS),
+    "selective": selective,
     "save_on_cpu": on_cpu,
     "saved_tensors_hooks": packed,
     "saved_tensors_hooks_identity": packed_as_it_is,
@@ -107,32 +102,3 @@ def test_wrappers(rank: int, world_size: int, kind: str, raf: bool) -> None:
     """Behaviour 175: each wrapper, and the composable form, trains as torch's FSDP2 and one process do, bit by bit."""
     shard = partial(shard_blocks, reshard_after_forward=raf)
     Race(rank, world_size, lambda: wrapped(kind), shard, exact=True).run(2)
-
-
-class Around(Stack):
-    """One checkpoint around all blocks, or one for each segment of them, or checkpoints within one."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(depth=4)
-        self.how = how
-
-    def _run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpointed(block, x) if self.how == "nested" else block(x)
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        if self.how == "segments":
-            x = checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
-        else:
-            x = checkpoint(self._run, x, use_reentrant=self.how == "reentrant")
-        return self.out(x)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("raf", [True, False])
-@pytest.mark.parametrize("how", ["segments", "reentrant", "non_reentrant", "nested"])
-def test_around_several_units(rank: int, world_size: int, how: str, raf: bool) -> None:
-    """Behaviour 58: a checkpoint around sharded blocks runs all their forwards again within backward."""
-    Race(rank, world_size, lambda: Around(how), partial(shard_blocks, reshard_after_forward=raf)).run(2)

@@ -62,6 +62,7 @@ def test_reads_and_writes_back(rank: int, world_size: int, layout: str) -> None:
         assert all(type(param) is nn.Parameter and param.dtype == torch.float32 for param in model.parameters())
         assert model.inp.weight.note == "mine"
         assert_holds(model, plain)
+        assert torch.equal(model.state_dict()["out.weight"], plain.out.weight)
         change(model)
     change(plain)
     assert all(now is then for now, then in zip(model.parameters(), before, strict=True))

@@ -78,8 +78,8 @@ def test_int_with_hsdp() -> None:
 
 
 @on_ranks(4)
-def test_int_of_the_whole_axis_is_true(rank: int, world_size: int) -> None:
-    """Behaviour 73: k = S."""
+def test_int_of_the_whole_axis_is_true_and_of_one_is_false(rank: int, world_size: int) -> None:
+    """Behaviour 73: k = S; k = 1 warns and keeps the parameters."""
     model = fully_shard(nn.Linear(4, 4), reshard_after_forward=4)
     sharded = model.weight
     with events.record() as log:
@@ -87,11 +87,6 @@ def test_int_of_the_whole_axis_is_true(rank: int, world_size: int) -> None:
         assert model.weight is sharded
         loss.backward()
     assert [event.group_size for event in log if event.kind == "all_gather"] == [4, 4]
-
-
-@on_ranks(2)
-def test_int_of_one_is_false(rank: int, world_size: int) -> None:
-    """Behaviour 73: k = 1 warns and keeps the parameters."""
     with pytest.warns(UserWarning, match="reshard_after_forward=1"):
         model = fully_shard(nn.Linear(4, 4), reshard_after_forward=1)
     model(batch(0, rank, 4))

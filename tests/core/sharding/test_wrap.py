@@ -256,17 +256,3 @@ def test_sharded_modules_are_left_alone(rank: int, world_size: int) -> None:
     assert report.units[-1].numel == 0  # all its layers are units
     model(batch(0, rank)).sum().backward()
     assert "sharded already" in error_of(MisuseError, lambda: auto_shard(model, by_class(Block)))
-
-
-@on_ranks(2)
-def test_own_options(rank: int, world_size: int) -> None:
-    """A policy's options go over those of the call, for its unit alone."""
-
-    def last_or_first(fqn: str, module: nn.Module) -> bool | dict[str, Any]:
-        return {"reshard_after_forward": False} if fqn == "0" else fqn == "2"
-
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    auto_shard(model, by_predicate(last_or_first), reshard_after_forward=True)
-    model(batch(0, rank, 4))
-    sharded = [type(layer.weight) is not nn.Parameter for layer in model]
-    assert sharded == [False, True, True]
