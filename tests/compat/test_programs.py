@@ -121,7 +121,6 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 ON = {"PYTHONPATH": str(ROOT / "fsdp2" / "compat" / "bootstrap"), "FSDP2_COMPAT": "1"}
 # How to start it: the words before the script and its arguments, and the environment.
 WAYS: dict[str, tuple[list[str], dict[str, str]]] = {
-    "module": ([*TORCHRUN, "-m", "fsdp2.compat"], {}),
     "launcher": (["-m", "fsdp2.compat", *TORCHRUN], {}),
     "environment": (["examples/launch.py", *TORCHRUN[2:]], ON),
 }

@@ -196,7 +196,7 @@ def test_sharded_parameters(rank: int, world_size: int, name: str) -> None:
 
 
 @on_ranks(4)
-@every_layout
+@pytest.mark.parametrize("name", ["replicate,tp", "shard,shard", "replicate,shard", "tp,shard"])
 def test_numbers_of_collectives(rank: int, world_size: int, name: str) -> None:
     """Behaviour 109, 163, 164: replicate axes alone gather nothing and all-reduce once a group; so does one shard."""
     layout = LAYOUTS[name]

@@ -155,18 +155,6 @@ def assert_same_run(folder: Path, whole: Path) -> None:
 # --- torchrun on several machines -------------------------------------------------------------------------------------
 
 
-@pytest.mark.exhaustive  # a minute and more; what resuming does, faster tests say
-def test_a_killed_rank_is_started_again_and_goes_on(cluster: Cluster, whole: Path, tmp_path: Path) -> None:
-    """SIGKILL to one rank: the other one fails in its next collective, both agents start theirs again."""
-    command, out = recipe("2", free_port(), tmp_path / "out"), tmp_path / "out"
-    machines = [cluster.start(*command) for _ in range(2)]
-    cluster.wait_for(f"saving .*step-{2 * SAVE_EVERY:08d}")
-    os.kill(workers_of(machines[1])[-1], signal.SIGKILL)
-    assert cluster.finish() == [0, 0], cluster.output
-    assert re.search(r"going on from .*/step-000000(05|10|15)\n", cluster.output), cluster.output
-    assert_same_run(out, whole)
-
-
 @pytest.mark.exhaustive
 def test_with_a_machine_less(cluster: Cluster, whole: Path, tmp_path: Path) -> None:
     """Two machines of two ranks; one goes for good. Its shards are read by the two ranks that are left, and the batch

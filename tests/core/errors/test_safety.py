@@ -34,25 +34,28 @@ FAST = [
     Fault("off"),
 ]
 PLACES = ["forward", "backward", "reduction", "clip", "step", "optimizer", "between"]
+WHERE = (
+    ("fsdp", 2, 0, PLACES),
+    ("hsdp", 4, 1, ["forward", "reduction", "optimizer"]),
+    ("tp", 4, 3, ["backward", "clip", "step"]),
+)
 EXHAUSTIVE = [
     Fault("order", first=True),
     Fault("order", mesh="hsdp", ranks=4, victim=2, also=(3,), first=True),
-    *(Fault(what, default=True) for what in ("order", "skip", "micro", "kill", "stop", "raise", "leave", "destroy")),
-    *(Fault("destroy", "between", mesh, 4, 1) for mesh in ("fsdp", "hsdp", "tp")),
-    *(Fault(what, "save", mesh, 4, 2) for mesh in ("fsdp", "hsdp") for what in ("kill", "stop", "raise")),
+    *(Fault(what, default=True) for what in ("order", "kill", "stop", "leave")),
+    *(Fault("destroy", "between", mesh, 4, 1) for mesh in ("fsdp", "tp")),
+    *(Fault(what, "save", "hsdp", 4, 2) for what in ("kill", "stop", "raise")),
     Fault("stop", "reduction", "tp", 4, 2, first=True),
-    Fault("stop", "reduction", "fsdp", 4, 3, first=True),
-    *(Fault("leave", where, mesh, 4, 1) for mesh in ("fsdp", "hsdp", "tp") for where in ("backward", "between")),
     *(
-        Fault(what, where, mesh, ranks, victim)
-        for mesh, ranks, victim in (("fsdp", 2, 0), ("hsdp", 4, 1), ("tp", 4, 3))
-        for what, wheres in (
-            ("order", ["forward"]),
-            ("skip", ["forward"]),
-            ("micro", ["forward"]),
-            *((what, PLACES) for what in ("kill", "stop", "raise")),
-        )
-        for where in wheres
+        Fault("leave", where, mesh, 4, 1)
+        for where, mesh in (("backward", "fsdp"), ("between", "hsdp"), ("backward", "tp"))
+    ),
+    *(Fault(what, "forward", mesh, ranks, bad) for mesh, ranks, bad, _ in WHERE for what in ("order", "skip", "micro")),
+    *(
+        Fault(what, where, mesh, ranks, bad)
+        for mesh, ranks, bad, places in WHERE
+        for what in ("kill", "stop", "raise")
+        for where in places
     ),
 ]
 

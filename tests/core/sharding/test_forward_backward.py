@@ -74,11 +74,10 @@ class FrozenOut:
 
 
 CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
-    "mixed": (lambda t: {"a": [Pair((t,), Out("n"))]}, lambda c: c["a"][0].first[0]),
+    "mixed": (lambda t: {"a": [Pair(1.5, FrozenOut(("x", t)))]}, lambda c: c["a"][0].second.value[1]),
     "tensor": (lambda t: t, lambda c: c),
     "list": (lambda t: [t, 3, None], lambda c: c[0]),
     "second_of_two": (lambda t: (t * 2, t), lambda c: c[1]),
-    "frozen_dataclass": (lambda t: FrozenOut(t), lambda c: c.value),
     "nested_dataclass": (lambda t: Out(Out({"deep": [t]})), lambda c: c.value.value["deep"][0]),
 }
 

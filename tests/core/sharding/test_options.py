@@ -18,7 +18,7 @@ SET_SIZE = 6
 SEED = 0
 NUM_BATCHES = {2: 8, 4: 4}  # by the number of ranks
 NUM_PROTECTIVE = {2: 1, 4: 0}
-SAMPLE_ON_4 = 60  # pairs that do not need four ranks
+SAMPLE_ON_4 = 30  # pairs that do not need four ranks
 
 
 def goes_together(first: str, second: str) -> bool:
