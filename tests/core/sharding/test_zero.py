@@ -1,6 +1,7 @@
 """`ZeroPolicy`: all policies train the same, at the costs that docs/parallel.md says."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,24 +30,26 @@ def reference_step(model: nn.Module, step: int, world_size: int) -> None:
             (model(batch(100 * step + index, rank)).square().mean() / world_size).backward()
 
 
-STAGES = {f"stage {stage}": ZeroPolicy(stage) for stage in range(4)}
-REPLICAS = {
-    "stage 1": ZeroPolicy(1, shard_size=2),
-    "stage 3": ZeroPolicy(3, shard_size=2),
-    "secondary shards": ZeroPolicy(3, secondary_shard_size=2),
-    "sharded replicas": ZeroPolicy(3, shard_size=2, shard_replicas=True),
+# By half the number of ranks.
+POLICIES: dict[str, Callable[[int], ZeroPolicy]] = {
+    "stage 1": lambda half: ZeroPolicy(1),
+    "stage 0": lambda half: ZeroPolicy(0),
+    "stage 2": lambda half: ZeroPolicy(2),
+    "stage 3": lambda half: ZeroPolicy(3),
+    "stage 1 of replicas": lambda half: ZeroPolicy(1, shard_size=half),
+    "sharded replicas": lambda half: ZeroPolicy(3, shard_size=half, shard_replicas=True),
+    "stage 3 of replicas": lambda half: ZeroPolicy(3, shard_size=half),
+    "secondary shards": lambda half: ZeroPolicy(3, secondary_shard_size=2),
 }
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("name", [*STAGES, *(f"{name} of replicas" for name in REPLICAS)])
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "mixed"), [*((name, False) for name in POLICIES), ("stage 2", True), ("sharded replicas", True)]
+)
 def test_training_equals_one_process(rank: int, world_size: int, name: str, mixed: bool) -> None:
     """Uneven rows, accumulation, Adam, an evaluation between steps; the sharded parameters say how they are sharded."""
-    of_replicas = name.endswith(" of replicas")
-    policy = REPLICAS[name.removesuffix(" of replicas")] if of_replicas else STAGES[name]
-    if of_replicas and world_size == 2 and "secondary" not in name:
-        policy = ZeroPolicy(policy.stage, 1, None, policy.shard_replicas)
+    policy = POLICIES[name](world_size // 2)
     plain = Stack()
     options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if mixed else {}
     model = in_units(plain, zero=policy, **options)
