@@ -78,6 +78,7 @@ class Weighted(nn.Module):
     def __init__(self, tp_mesh: DeviceMesh, placement: Placement) -> None:
         super().__init__()
         self.weight = nn.Parameter(distribute_tensor(torch.arange(8.0).view(4, 2), tp_mesh, [placement]))
+        self.unused = nn.Parameter(distribute_tensor(torch.ones(4, 2), tp_mesh, [placement]))
 
     def forward(self, x: Tensor, placement: Placement) -> Tensor:
         weight: Any = self.weight
@@ -92,9 +93,11 @@ class Weighted(nn.Module):
 def test_gradients_are_laid_out_as_the_parameter(
     rank: int, world_size: int, placement: Placement, grad_placement: Placement
 ) -> None:
-    """Behaviour 26: a gradient that is Partial over the TP axis is summed over it before it is averaged over dp."""
+    """Behaviour 26, 92: a gradient that is Partial over the TP axis is summed over it before it is averaged over dp. That
+    of an unused parameter is zero where zeros are asked for."""
     mesh = dp_tp()
     model: Any = fsdp2.fully_shard(Weighted(mesh["tp"], placement), mesh=mesh["dp"])
+    model.set_reduce_scatter_unused_params(True)
     x = torch.arange(8.0).view(4, 2) * (1 + mesh.get_local_rank("dp"))
     if grad_placement == Partial():
         x = x + mesh.get_local_rank("tp")
@@ -102,9 +105,9 @@ def test_gradients_are_laid_out_as_the_parameter(
     expected = torch.arange(8.0).view(4, 2) * 1.5
     if grad_placement == Partial():
         expected = 2 * expected + 1
-    grad = model.weight.grad
-    assert grad.placements == model.weight.placements
-    assert_close(grad.full_tensor(), expected)
+    for param, wanted in ((model.weight, expected), (model.unused, torch.zeros(4, 2))):
+        assert param.grad.placements == param.placements
+        assert_close(param.grad.full_tensor(), wanted)
 
 
 @on_ranks(4)
