@@ -88,13 +88,13 @@ class Weighted(nn.Module):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
-@pytest.mark.parametrize("grad_placement", [Replicate(), Partial()], ids=str)
+@pytest.mark.parametrize("placement", [Shard(0), Replicate(), Shard(1)], ids=str)
+@pytest.mark.parametrize("grad_placement", [Partial(), Replicate()], ids=str)
 def test_gradients_are_laid_out_as_the_parameter(
     rank: int, world_size: int, placement: Placement, grad_placement: Placement
 ) -> None:
-    """Behaviour 26, 92: a gradient that is Partial over the TP axis is summed over it before it is averaged over dp. That
-    of an unused parameter is zero where zeros are asked for."""
+    """Behaviour 26, 92: a gradient that is Partial over the TP axis is summed over it before it is averaged over dp;
+    that of an unused parameter is zero where zeros are asked for."""
     mesh = dp_tp()
     model: Any = fsdp2.fully_shard(Weighted(mesh["tp"], placement), mesh=mesh["dp"])
     model.set_reduce_scatter_unused_params(True)
