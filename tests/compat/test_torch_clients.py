@@ -93,7 +93,7 @@ LAYOUTS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("layout", ["hsdp", "fsdp"])
 @pytest.mark.parametrize("how", ["full", "full_cpu", "broadcast"])
 def test_full_state_dicts(rank: int, world_size: int, how: str, layout: str) -> None:
     """Behaviour 170: whole states, on every rank or on rank 0 alone, into another model."""

@@ -31,7 +31,7 @@ from tests.helpers.tp_models import (
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("size", [8, 3, 5, 17])
+@pytest.mark.parametrize("size", [17, 8, 3, 5])
 def test_sharded_parameters(rank: int, world_size: int, size: int) -> None:
     """Behaviour 24, 25, 158, 160: placements and local shapes over ("dp", "tp"); `full_tensor` restores also what
     divides by nothing. Unsharded they are on the TP mesh alone, as TP left them; plain ones plain; each for life."""
