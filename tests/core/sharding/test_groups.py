@@ -164,20 +164,17 @@ def test_keeping_the_group_between_chunks(rank: int, world_size: int) -> None:
         model.norm.set_reshard_after_backward(not value)
 
     def keeps(m: Any, r: int) -> None:
-        hidden = m(tokens(0, r)).flatten(0, 1)
-        detached = hidden.detach().requires_grad_()
-        if m is model:
-            keep(True)
+        if m is plain:
+            return chunked_backward(m, r)
+        whole: list[bool] = []
+        keep(True)
         with events.record() as log:
-            for chunk in detached.chunk(3):
-                m.head(m.norm(chunk)).square().mean().backward()
-                assert m is plain or (is_unsharded(m.norm) and is_unsharded(m.head))
-        if m is model:
-            assert units(log, "all_gather") == ["norm, head"]
-            assert units(log, "reduce_scatter") == ["norm, head"] * 3
-            model.head.reshard()
-            keep(False)
-            assert is_sharded(model.norm) and is_sharded(model.head)
-        hidden.backward(detached.grad)
+            chunked_backward(m, r, each_chunk=lambda: whole.append(is_unsharded(m.norm) and is_unsharded(m.head)))
+        assert whole == [True] * 3
+        assert units(log, "all_gather").count("norm, head") == 1
+        assert units(log, "reduce_scatter").count("norm, head") == 3
+        model.head.reshard()
+        keep(False)
+        assert is_sharded(model.norm) and is_sharded(model.head)
 
     check(model, plain, rank, world_size, keeps, times=2)
