@@ -225,55 +225,6 @@ def test_what_no_unit_manages_waits_for_the_step(rank: int, world_size: int) -> 
     assert model.inp.weight.grad is not None, "its unit was not in the optimizer when step_in_backward was called"
 
 
-class Routed(nn.Module):
-    """Runs its units in the order of `route`; a capital under a checkpoint."""
-
-    def __init__(self, route: str, use_reentrant: bool) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
-        self.route, self.use_reentrant = route, use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for name in self.route:
-            unit = getattr(self, name.lower())
-            if name.isupper():
-                x = torch.utils.checkpoint.checkpoint(unit, x, use_reentrant=self.use_reentrant)
-            else:
-                x = unit(x)
-        return x
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non_reentrant"])
-@pytest.mark.parametrize("route", ["ab", "AB", "aba", "ABA", "AbA", "aabAbB"])
-def test_units_used_several_times(rank: int, world_size: int, route: str, use_reentrant: bool) -> None:
-    """A unit that several reentrant checkpoints use has its gradient in parts, and needs its parameters again after the
-    first one: an error, instead of gradients at parameters that were stepped already. Everything else is right."""
-    models, optims = [], []
-    for in_backward in (False, True):
-        torch.manual_seed(0)
-        model: Any = Routed(route, use_reentrant)
-        for unit in (model.a, model.b):
-            fsdp2.fully_shard(unit)
-        models.append(fsdp2.fully_shard(model))
-        optims.append(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        if in_backward:
-            step_in_backward(optims[-1])
-    again = use_reentrant and any(route.lower().count(name) > 1 and name.upper() in route for name in "ab")
-    for step in range(2):
-        losses = [model(batch(step, rank, 4).requires_grad_()).square().sum() for model in models]
-        losses[0].backward()
-        optims[0].step()
-        optims[0].zero_grad()
-        if again:
-            with pytest.raises(OrderError, match="used in several reentrant checkpoints"):
-                losses[1].backward()
-            models[1].reset_iter_state()
-            return
-        losses[1].backward()
-    assert_same(*optims)
-
-
 @on_ranks(2)
 def test_mistakes(rank: int, world_size: int) -> None:
     plain = nn.Linear(2, 2)

@@ -13,6 +13,7 @@ import fsdp2
 from fsdp2 import events
 from tests.helpers.models import is_sharded, units
 from tests.helpers.one_process import check, in_units
+from tests.helpers.optimizers import assert_same
 from tests.helpers.parity_models import (
     Layers,
     assert_gradients,
@@ -25,34 +26,35 @@ from tests.helpers.parity_models import (
 from tests.helpers.ranks import on_ranks
 
 
-def two_forwards(model: nn.Module, rank: int, dim: int = 4) -> None:
-    (model(batch(0, rank, dim)).square().sum() + model(batch(1, rank, dim)).square().sum()).backward()
+def two_forwards(model: nn.Module, rank: int) -> None:
+    (model(batch(0, rank, 4)).square().sum() + model(batch(1, rank, 4)).square().sum()).backward()
+
+
+def retained(model: nn.Module, rank: int) -> None:
+    loss = model(batch(0, rank, 4)).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def not_the_last(model: Any, rank: int) -> None:
+    """Set on the root for its whole tree; each backward reduces."""
+    for step in range(3):
+        if isinstance(model, fsdp2.FSDPModule):
+            model.set_is_last_backward(step == 2)
+        model(batch(step, rank, 4)).square().sum().backward()
 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("raf", [True, False, None])
-def test_two_forwards_one_backward(rank: int, world_size: int, raf: bool | None) -> None:
-    """Behaviour 57: gradients of both forwards, reduced once; afterwards everything is sharded again."""
+def test_several_in_one_iteration(rank: int, world_size: int, raf: bool | None) -> None:
+    """Behaviour 57, 60, 63, 105: the gradients are those of one process; afterwards everything is sharded again."""
     plain = Layers(3)
     model = in_units(plain, reshard_after_forward=raf)
-    with events.record() as log:
-        check(model, plain, rank, world_size, two_forwards, times=2)
-    assert count(log, "reduce_scatter") == {"reduce_scatter": 2 * 4}
-    assert is_sharded(model)
-
-
-@on_ranks(2)
-def test_order_of_two_forwards_one_backward(rank: int, world_size: int) -> None:
-    """Behaviour 57: what the first sweep of backward resharded, the second one gathers again."""
-    model = in_units(Layers(2), reshard_after_forward=False)
-    with events.record() as log:
-        two_forwards(model, rank)
-    found = [f"{event.kind} {event.unit}" for event in log if event.kind in ("unshard", "post_backward")]
-    assert found == [
-        *("unshard ", "unshard layers.0", "unshard layers.1"),
-        *("post_backward layers.1", "post_backward layers.0", "unshard layers.1", "unshard layers.0"),
-        *("post_backward layers.1", "post_backward layers.0", "post_backward "),
-    ]
+    for backward, reductions in ((two_forwards, 1), (retained, 2), (not_the_last, 3)):
+        with events.record() as log:
+            check(model, plain, rank, world_size, backward, times=2)
+        assert count(log, "reduce_scatter") == {"reduce_scatter": 2 * 4 * reductions}
+        assert is_sharded(model)
 
 
 class Branches(nn.Module):
@@ -102,40 +104,6 @@ def test_prefetch_for_a_later_backward(rank: int, world_size: int) -> None:
 
     assert_gradients(model, mean_gradients(plain, world_size, both))
     assert is_sharded(model)
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("raf", [True, False, None])
-def test_retain_graph(rank: int, world_size: int, raf: bool | None) -> None:
-    """Behaviour 60: a second backward of the same graph works and adds the same gradients again."""
-
-    def twice(m: nn.Module, r: int) -> None:
-        loss = m(batch(0, r, 4)).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    plain = Layers(3)
-    model = in_units(plain, reshard_after_forward=raf)
-    check(model, plain, rank, world_size, twice, times=2)
-    assert is_sharded(model)
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("raf", [True, False])
-def test_not_the_last_backward(rank: int, world_size: int, raf: bool) -> None:
-    """Behaviour 63, 105: set on the root for its whole tree; each backward reduces, sums are right at the end."""
-    plain = Layers(3)
-    model = in_units(plain, reshard_after_forward=raf)
-
-    def three(m: nn.Module, r: int) -> None:
-        for step in range(3):
-            with events.record() as log:
-                if m is model:
-                    model.set_is_last_backward(step == 2)
-                m(batch(step, r, 4)).square().sum().backward()
-            assert m is plain or count(log, "reduce_scatter") == {"reduce_scatter": 4}
-
-    check(model, plain, rank, world_size, three, times=2)
 
 
 @on_ranks(2)
@@ -196,23 +164,44 @@ def sharded_routes(plain: nn.Module, mesh: Any = None) -> Any:
     return fsdp2.fully_shard(model, mesh=mesh)
 
 
+def microbatches(model: Any, rank: int) -> None:
+    for micro in range(2):
+        if isinstance(model, fsdp2.FSDPModule):
+            model.set_requires_gradient_sync(micro == 1)
+        model(batch(micro, rank, 4).requires_grad_()).square().sum().backward()
+
+
 @on_ranks(2, 4)
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non_reentrant"])
-def test_as_in_one_process(rank: int, world_size: int, route: str, use_reentrant: bool) -> None:
+def test_as_in_one_process(rank: int, world_size: int, use_reentrant: bool) -> None:
     """Two steps of two microbatches: the gradients of one process, and every unit resharded at the end."""
-    plain = Routed(route, use_reentrant)
-    model = sharded_routes(plain, mesh_2d(2, world_size // 2) if world_size > 2 else None)
-    params = list(model.parameters())
+    for route in ROUTES:
+        plain = Routed(route, use_reentrant)
+        model = sharded_routes(plain, mesh_2d(2, world_size // 2) if world_size > 2 else None)
+        params = list(model.parameters())
+        check(model, plain, rank, world_size, microbatches, times=2)
+        assert all(a is b for a, b in zip(model.parameters(), params, strict=True)), route
 
-    def microbatches(m: Any, r: int) -> None:
-        for micro in range(2):
-            if m is model:
-                model.set_requires_gradient_sync(micro == 1)
-            m(batch(micro, r, 4).requires_grad_()).square().sum().backward()
 
-    for _ in range(2):
-        microbatches(model, rank)
-        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
-        assert_gradients(model, mean_gradients(plain, world_size, microbatches))
-        model.zero_grad()
+@on_ranks(2)
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non_reentrant"])
+def test_stepped_in_backward(rank: int, world_size: int, use_reentrant: bool) -> None:
+    """A unit that several reentrant checkpoints use has its gradient in parts, and needs its parameters again after the
+    first one: an error, instead of gradients at parameters that were stepped already. Everything else is right, also
+    where the second use of a unit comes in a later microbatch."""
+    for route in ("ab", "AB", "aba", "ABA", "AbA", "aabAbB"):
+        plain = Routed(route, use_reentrant)
+        models = [sharded_routes(plain) for _ in range(2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+        fsdp2.step_in_backward(optimizers[1])
+        if use_reentrant and any(route.lower().count(name) > 1 and name.upper() in route for name in "ab"):
+            with pytest.raises(fsdp2.OrderError, match="used in several reentrant checkpoints"):
+                microbatches(models[1], rank)
+            models[1].reset_iter_state()
+            continue
+        for _ in range(2):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                microbatches(model, rank)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same(*optimizers)

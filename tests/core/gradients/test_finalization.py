@@ -201,13 +201,19 @@ def test_finalising_at_the_wrong_time(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_handle(rank: int, world_size: int) -> None:
-    """Behaviour 196: until it is waited for, no forward and no other finalisation; then the gradients are there."""
+    """Behaviour 180, 196: until it is waited for, no forward and no other finalisation; then the gradients are there.
+    `reset_iter_state` voids it, and training goes on."""
     plain = Layers(2)
     model = manual(plain)
-    for step in range(2):
+    for step in range(3):
         model.zero_grad()
         backwards(model, rank, step)
         handle = model.finalize_backward(async_op=True)
+        if step == 1:
+            model.reset_iter_state()
+            with pytest.raises(RuntimeError):
+                handle.wait()
+            continue
         assert isinstance(handle, fsdp2.GradientReductionHandle)
         with pytest.raises(RuntimeError, match="wait"):
             model(batch(0, rank, 4))
@@ -240,41 +246,18 @@ def test_handle_and_a_root_beside(rank: int, world_size: int) -> None:
     assert_gradients(other, mean_of(plain, world_size, 1))
 
 
-@on_ranks(2)
-def test_reset_invalidates_the_handle(rank: int, world_size: int) -> None:
-    """Behaviour 180: after `reset_iter_state` on its own root, waiting is an error, and training goes on."""
-    plain = Layers(2)
-    model = manual(plain)
-    backwards(model, rank, 0)
-    handle = model.finalize_backward(async_op=True)
-    model.reset_iter_state()
-    with pytest.raises(RuntimeError):
-        handle.wait()
-    model.zero_grad()
-    backwards(model, rank, 1)
-    model.finalize_backward()
-    assert_gradients(model, mean_of(plain, world_size, 1))
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("case", ["all_reduce_off", "pending_partial"])
 def test_partial_reduction_of_hsdp(rank: int, world_size: int, case: str) -> None:
     """Behaviour 197: manual finalisation reduces all the way; what was reduced in part is refused, by name."""
     model = in_units(Layers(2, root_weight=False), mesh=mesh_2d(2, 2))
+    model.set_requires_all_reduce(False)
     if case == "pending_partial":
-        model.set_requires_all_reduce(False)
         backwards(model, rank, 0)
         model.set_requires_all_reduce(True)
     model.set_manual_backward_finalization(True)
-
-    def run() -> None:
-        if case == "all_reduce_off":
-            model.set_requires_all_reduce(False)
-        backwards(model, rank, 1)
-        model.finalize_backward()
-
     with pytest.raises(RuntimeError, match=r"layers\.[01]"):
-        run()
+        backwards(model, rank, 1), model.finalize_backward()
 
 
 # --- gradient dtypes --------------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, OrderError, events, fully_shard
+from fsdp2 import MixedPrecisionPolicy, OrderError, fully_shard
 from tests.helpers.one_process import check, in_units
-from tests.helpers.parity_models import assert_gradients, batch, count, mean_gradients, mesh_2d
+from tests.helpers.parity_models import assert_gradients, batch, mean_gradients, mesh_2d
 from tests.helpers.ranks import on_ranks
-from tests.helpers.two_units import STAYS, assert_same_values, backward, evaluate, layers, loss, pair, shard
+from tests.helpers.two_units import STAYS, backward, evaluate, layers, loss, pair, shard
 
 # --- backwards that reach a unit by no output of it -------------------------------------------------------------------
 
@@ -209,48 +209,6 @@ def test_one_rank_runs_another_forward(rank: int, world_size: int) -> None:
 
 
 # --- units that are used several times --------------------------------------------------------------------------------
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(self.layer(self.layer(x).tanh()))
-        return out
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("steps", [False, True])
-def test_a_unit_used_twice_accumulates(rank: int, world_size: int, steps: bool) -> None:
-    """Its second use took the gradients of earlier microbatches."""
-    plain = Twice()
-    model: Any = copy.deepcopy(plain)
-    fully_shard(model.layer)
-    fully_shard(model)
-    make = partial(torch.optim.SGD, lr=0.1)
-    if steps:
-        fsdp2.step_in_backward(make(model.parameters()))
-
-    def microbatches(each: Any, rank: int) -> None:
-        for index in range(3):
-            if each is model:
-                model.set_requires_gradient_sync(index == 2)
-            each(batch(index, rank, 4)).square().sum().backward()
-
-    with events.record() as log:
-        microbatches(model, rank)
-    assert count(log, "reduce_scatter") == {"reduce_scatter": 2}
-    grads = mean_gradients(plain, world_size, microbatches)
-    if not steps:
-        assert_gradients(model, grads)
-        return
-    for name, param in plain.named_parameters():
-        param.grad = grads[name]
-    make(plain.parameters()).step()
-    assert_same_values(model, plain)
 
 
 @on_ranks(2)

@@ -120,17 +120,25 @@ def test_a_forward_that_comes_in_backward(rank: int, world_size: int, kind: str)
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("pattern", ["once", "two_forwards", "retained"])
-def test_changed_between_forward_and_backward(rank: int, world_size: int, kind: str, pattern: str) -> None:
-    """A step before backward, between the backwards of two forwards, and before a second backward of one graph."""
-    model = routed(kind)
+def test_changed_between_forward_and_backward(rank: int, world_size: int, kind: str) -> None:
+    """A step before backward, between the backwards of two forwards, and before a second backward of one graph; and
+    `load_state_dict(assign=True)`, which brings parameters of no more writes than those had which forward used."""
+    for pattern in ("once", "two_forwards", "retained", "assigned"):
+        changed_between(routed(kind), rank, pattern)
+
+
+def changed_between(model: Any, rank: int, pattern: str) -> None:
     params = list(model.parameters())
-    losses = [model(batch(number, rank, 4), (0, 1, 2)).square().sum() for number in range(1 + (pattern != "once"))]
-    if pattern != "once":
+    is_second = pattern in ("two_forwards", "retained")
+    losses = [model(batch(number, rank, 4), (0, 1, 2)).square().sum() for number in range(1 + is_second)]
+    if is_second:
         losses[0].backward(retain_graph=pattern == "retained")
-    with torch.no_grad():
-        for param in params:
-            param.add_(1)
+    if pattern == "assigned":
+        model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+    else:
+        with torch.no_grad():
+            for param in params:
+                param.add_(1)
     with pytest.raises(OrderError, match="between forward and backward"):
         losses[0 if pattern == "retained" else -1].backward()
     model.reset_iter_state()
@@ -158,15 +166,3 @@ def test_converted_between_forward_and_backward(rank: int, world_size: int, kind
     dtype = next(model.parameters()).dtype
     model(batch(0, rank, 4).to(dtype), (0, 1, 2)).square().sum().backward()
     assert model.blocks[0].scale.grad.dtype == dtype
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("kind", KINDS)
-def test_other_values_assigned_between_forward_and_backward(rank: int, world_size: int, kind: str) -> None:
-    """`load_state_dict(assign=True)` brings parameters of no more writes than those had which forward used."""
-    model = routed(kind)
-    loss = model(batch(0, rank, 4), (0, 1, 2)).square().sum()
-    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
-    with pytest.raises(OrderError, match="between forward and backward"):
-        loss.backward()
-    model.reset_iter_state()

@@ -44,7 +44,6 @@ LEFT_OUT = {
     "tests/core/errors/test_exceptions.py::test_reset_after_an_unshard_that_failed": USELESS,
     "tests/core/gradients/test_joint_step.py::test_other_meshes": USELESS,
     "tests/core/gradients/test_replicated_use.py::test_changed_between_forward_and_backward": USELESS,
-    "tests/core/gradients/test_replicated_use.py::test_other_values_assigned_between_forward_and_backward": USELESS,
     "tests/optim/test_offloaded.py::test_who_looks_waits": AT_ONCE,
     "tests/optim/test_offloaded.py::test_what_is_done_after_step_does_not_reach_it": AT_ONCE,
     "tests/optim/test_offloaded.py::test_loads_between_step_and_use": AT_ONCE,
