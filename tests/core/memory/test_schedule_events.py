@@ -47,30 +47,6 @@ def test_keep_all(rank: int, world_size: int) -> None:
     assert found == ("+root +0 +1 +2", "-2 -1 -0 -root")
 
 
-@on_ranks(2)
-def test_hooks(rank: int, world_size: int) -> None:
-    """Behaviour 37, 51: which hooks run when; the layers' inputs need gradients, the root's do not: it comes last."""
-    with events.record() as log:
-        run_step(in_units(Layers(2)), rank)
-    kinds = ("root_pre_forward", "pre_forward", "post_forward")
-    assert order(log, kinds) == (
-        "root_pre_forward:root pre_forward:root pre_forward:0 post_forward:0 pre_forward:1 post_forward:1 "
-        "post_forward:root"
-    )
-    kinds = ("pre_backward", "post_backward", "root_post_backward")
-    assert order(log, kinds) == (
-        "pre_backward:root pre_backward:1 post_backward:1 pre_backward:0 post_backward:0 post_backward:root "
-        "root_post_backward:root"
-    )
-
-
-@on_ranks(2)
-def test_inputs_without_gradient(rank: int, world_size: int) -> None:
-    """Behaviour 51: a first layer whose input needs no gradient is finished at the end of backward."""
-    _, backward = orders(in_units(Layers(3, root_weight=False)), rank)
-    assert backward == "+2 +1 -2 +0 -1 -0"
-
-
 class Late(Layers):
     """The root's parameter comes last, so that the input of layer 0 needs no gradient."""
 
