@@ -172,26 +172,6 @@ def test_no_warning_without_a_reason(rank: int, world_size: int) -> None:
     assert len(texts) == 1 and "holds 2 parameters" in texts[0]
 
 
-def values_like(param: torch.Tensor) -> torch.Tensor:
-    """Different in every element."""
-    numbers = torch.arange(float(param.numel())).view(param.shape)
-    return torch.empty_like(param).copy_(numbers)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("dim", [0, 1])
-def test_other_memory_formats(rank: int, world_size: int, dim: int) -> None:
-    """State of a channels_last parameter is cut as the parameter is, also along another dim than 0."""
-    model = nn.Conv2d(6, 5, 3, bias=False).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    whole = optimizer.state[model.weight]["momentum_buffer"] = values_like(model.weight.detach())
-    fsdp2.fully_shard(model, shard_placement_fn=lambda param: Shard(dim))
-    adopt_optimizer(optimizer)
-    buffer = optimizer.state[model.weight]["momentum_buffer"]
-    assert buffer.stride() == model.weight.stride() and local(buffer).stride() == local(model.weight).stride()
-    assert torch.equal(local(buffer), shard_like(whole, model.weight))
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("tp_dim", [0, 1])
 def test_tensor_parallel(rank: int, world_size: int, tp_dim: int) -> None:
@@ -200,7 +180,7 @@ def test_tensor_parallel(rank: int, world_size: int, tp_dim: int) -> None:
     model = nn.Linear(6, 8, bias=False)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(tp_dim)]))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    whole = values_like(torch.empty(8, 6))
+    whole = torch.arange(48.0).view(8, 6)
     optimizer.state[model.weight]["sum"] = distribute_tensor(whole, mesh["tp"], [Shard(tp_dim)])
     fsdp2.fully_shard(model, mesh=mesh["dp"])
     adopt_optimizer(optimizer)

@@ -74,21 +74,6 @@ def test_a_wait_is_interrupted(rank: int, world_size: int, tmp_path: Path) -> No
 
 
 @on_ranks(2)
-def test_the_model_zeroes_gradients(rank: int, world_size: int) -> None:
-    """In place, while the step still reads them: it was one with zeros."""
-    results = []
-    for policy in (Offload(), None):
-        model = stack(policy)
-        optimizer = optimizer_for(model.parameters(), policy)
-        for step in range(2):
-            model(batch(step, rank)).square().mean().backward()
-            step_late(optimizer)
-            model.zero_grad(set_to_none=False)
-        results.append(optimizer)
-    assert_same(*results)
-
-
-@on_ranks(2)
 def test_a_unit_with_two_dtypes(rank: int, world_size: int, tmp_path: Path) -> None:
     """Its parameters are stepped by two inner optimizers. The unit knew of the second only: the others could not be
     saved after a step."""
@@ -180,14 +165,3 @@ def test_gradients_with_other_placements(rank: int, world_size: int, grads: bool
         optimizer.step()
         results.append(optimizer)
     assert_same(*results)
-
-
-@on_ranks(1)
-def test_steps_are_not_remembered(rank: int, world_size: int) -> None:
-    """A loop that never asks for the state kept a reference for each step of each unit."""
-    model = stack(Offload())
-    optimizer = optimizer_for(model.parameters(), Offload())
-    for step in range(3):
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    assert not optimizer._known.recent

@@ -155,17 +155,19 @@ def test_a_replaced_shard_is_copied_by_itself(rank: int, world_size: int, hidden
 
 
 @on_ranks(2)
-def test_no_false_alarm(rank: int, world_size: int) -> None:
+def test_autograd_notices_what_was_stepped(rank: int, world_size: int) -> None:
     """A step raised the version of parameters without gradients too, so that autograd believed them changed."""
     model = sharded()
     optimizer = local_optimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     backward(model, 0, rank)
-    param = model.blocks[0].up.weight
+    param, stepped = model.blocks[0].up.weight, model.blocks[0].down.weight
     param.grad = None
-    loss = param.to_local().square().sum()
+    losses = [each.to_local().square().sum() for each in (param, stepped)]
     optimizer.step()
-    loss.backward()
+    losses[0].backward()
     assert param.grad is not None
+    with pytest.raises(RuntimeError, match="modified"):
+        losses[1].backward()
 
 
 @on_ranks(2)
