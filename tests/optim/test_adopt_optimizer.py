@@ -3,7 +3,6 @@
 import copy
 import functools
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
 import fsdp2.checkpoint
-from fsdp2.errors import ArgumentError
 from fsdp2.init import materialize, seeded
 from fsdp2.optim import adopt_optimizer, local_optimizer
 from tests.helpers.parity_models import (
@@ -229,35 +227,6 @@ def test_made_before_the_model_has_memory(rank: int, world_size: int, tmp_path: 
     changed = [not torch.equal(local(p), v) or not v.numel() for p, v in zip(model.parameters(), values, strict=True)]
     assert changed == kept
     assert bool(texts) == (route == "to_empty"), texts  # of the parameters that torch has replaced
-
-
-@on_ranks(2)
-def test_what_refers_weakly_makes_new_objects(rank: int, world_size: int) -> None:
-    """torch cannot exchange tensors that something refers to weakly. The first step says so."""
-    with torch.device("meta"):
-        model: Any = Stack(depth=1)
-    shard_blocks(fsdp2, model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    watched = [weakref.ref(param) for param in model.parameters()]
-    materialize(model, seed=0)
-    assert all(weak() is not param for weak, param in zip(watched, model.parameters(), strict=True))
-    with stale_warnings() as texts:
-        step(model, optimizer, 0)
-    assert len(texts) == 1 and "inp.weight" in texts[0]
-
-
-@on_ranks(2)
-def test_state_on_meta_is_named(rank: int, world_size: int) -> None:
-    """Adagrad makes its state with itself. Made before the model has memory it fails in its first step, and
-    `adopt_optimizer` says the same instead of nothing."""
-    with torch.device("meta"):
-        model: Any = Stack(depth=1)
-    shard_blocks(fsdp2, model)
-    optimizer = torch.optim.Adagrad(model.parameters())
-    materialize(model, seed=0)
-    for use in (lambda: adopt_optimizer(optimizer), lambda: step(model, optimizer, 0)):
-        with pytest.raises(ArgumentError, match=r"Adagrad: the state 'sum' .* on the meta device"):
-            use()
 
 
 @on_ranks(2)

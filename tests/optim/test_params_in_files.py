@@ -13,19 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-import fsdp2
 from fsdp2 import Offload, checkpoint
 from fsdp2._torch import local_tensor
 from fsdp2.disk import mapped
 from fsdp2.disk.direct import PAGE
 from fsdp2.disk.mapped import MappedFile, file_of
-from fsdp2.errors import UnsupportedError
 from fsdp2.init import materialize
 from fsdp2.optim.background import submit
 from fsdp2.optim.on_disk import _threads
-from tests.helpers.extensions import Wrapped
 from tests.helpers.offloaded import layers, optimizer_for, train
 from tests.helpers.optimizers import assert_same
 from tests.helpers.ranks import on_ranks
@@ -219,13 +215,3 @@ def test_a_write_after_a_step_that_fails(
     assert failed
     with pytest.raises(OSError, match=r"sharded parameters could not be written \(on purpose\)"):
         model(torch.ones(2, 8))
-
-
-@on_ranks(2)
-def test_tensor_subclasses(rank: int, world_size: int, tmp_path: Path) -> None:
-    """They have memory of their own kind."""
-    model = nn.Linear(8, 8, bias=False)
-    model.weight = nn.Parameter(Wrapped(model.weight.detach(), {}))
-    with pytest.raises(UnsupportedError, match="'weight' is a Wrapped, which cannot rest in a file"):
-        fsdp2.fully_shard(model, offload_policy=policy(tmp_path))
-    assert not isinstance(model.weight, DTensor)

@@ -233,24 +233,6 @@ def test_gradients_that_change_between_clips(rank: int, world_size: int) -> None
             torch.testing.assert_close(local(grad), 0.5 * value)
 
 
-@on_ranks(2)
-def test_local_tensors_that_are_held(rank: int, world_size: int) -> None:
-    """What one gets by `to_local()` after `to_empty` stays the parameter's memory through forward and step."""
-    with torch.device("meta"):
-        model = shard_blocks(fsdp2, Stack(hidden=EVEN, depth=2))
-    model.to_empty(device="cpu")
-    held = [param.to_local() for param in model.parameters()]
-    with torch.no_grad():
-        for each in held:
-            each.fill_(0.1)
-    backward(model, 0, rank)
-    optimizer = local_optimizer(torch.optim.SGD, model.parameters(), lr=0.1)
-    optimizer.step()
-    for param, each in zip(model.parameters(), held, strict=True):
-        assert local(param.detach()).data_ptr() == each.data_ptr()
-        assert torch.equal(param.to_local(), each)
-
-
 class Steps(torch.optim.SGD):
     """Counts the tensors that it steps."""
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -145,39 +144,11 @@ def tensor_parallel() -> Any:
     return sharded(model, mesh=mesh["dp"])
 
 
-def of_several_modules() -> Any:
-    """The embedding and the head are one unit, with the blocks between them."""
-    model = plain_units()
-    fully_shard([model.embed, model.head])
-    return sharded(model)
-
-
-class Functional(Block):
-    def body(self, x: Tensor) -> Tensor:
-        """Uses parameters without a call of the modules that hold them."""
-        up, down = self.up, self.down
-        return F.linear(torch.tanh(F.linear(x, up.weight, up.bias)), down.weight, down.bias)
-
-
-def functional() -> Any:
-    model = plain_units()
-    for block in model.blocks:
-        block.__class__ = Functional
-    return sharded(model)
-
-
 def with_unused() -> Any:
     model = plain_units()
     model.blocks[1].extra = nn.Linear(2, 2)
     model = sharded(model)
     model.set_reduce_scatter_unused_params(True)
-    return model
-
-
-def prefetched() -> Any:
-    model = sharded(plain_units())
-    model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[2]])
-    model.set_reduce_scatter_max_input_buffers(2)
     return model
 
 
@@ -191,9 +162,6 @@ FEATURES: dict[str, Callable[[], Any]] = {
     "not resharded": lambda: sharded(plain_units(), reshard_after_forward=False),
     "smaller": lambda: sharded(plain_units(), reshard_after_forward=2),
     "offloaded": lambda: sharded(plain_units(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
-    "prefetched": prefetched,
-    "several modules": of_several_modules,
-    "functional": functional,
     "unused": with_unused,
     "tensor parallel": tensor_parallel,
 }

@@ -151,26 +151,6 @@ def test_legal_patterns(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_closure_does_the_last_microbatch(rank: int, world_size: int) -> None:
-    """As Lightning's do: gradients wait when the step begins, and must not when it ends."""
-    model: Any = shard_blocks(fsdp2, Layers(2))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for is_reduced in (True, False):
-        model.set_requires_gradient_sync(False)
-        backward(model, 0, rank)
-
-        def closure(is_reduced: bool = is_reduced) -> float:
-            model.set_requires_gradient_sync(is_reduced)
-            loss = model(batch(1, rank, 4)).square().sum()
-            loss.backward()
-            return float(loss)
-
-        with alarms() as texts:
-            optimizer.step(closure)
-        assert len(texts) == (not is_reduced)
-
-
-@on_ranks(2)
 def test_other_optimizers_may_step(rank: int, world_size: int) -> None:
     """One model accumulates while another is stepped."""
     one, other = shard_blocks(fsdp2, Layers(2)), shard_blocks(fsdp2, Layers(2))

@@ -48,7 +48,6 @@ LEFT_OUT = {
     "tests/optim/test_offloaded.py::test_what_is_done_after_step_does_not_reach_it": AT_ONCE,
     "tests/optim/test_offloaded.py::test_loads_between_step_and_use": AT_ONCE,
     "tests/optim/test_offloaded.py::test_what_is_refused": AT_ONCE,
-    "tests/optim/test_offloaded.py::test_a_step_that_raises_is_reported_where_it_is_waited_for": AT_ONCE,
 }
 CORE = sorted(f"core/{path.parent.name}/{path.stem}" for path in (ROOT / "tests/core").glob("*/test_*.py"))
 SUITES = (
