@@ -135,30 +135,6 @@ def test_replicas_and_buffers_take_the_values_of_the_first(rank: int, world_size
         assert buffer.eq(0).all()
 
 
-class ThroughData(nn.Module):
-    """As transformers' models and many others do: `.data`, of which torch keeps no count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sharded, self.plain = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.register_buffer("table", torch.zeros(3))
-
-    def init_weights(self) -> None:
-        for param in self.parameters():
-            param.data.fill_(2)
-        self.table.data.fill_(2)
-
-
-@on_ranks(2)
-def test_values_through_data(rank: int, world_size: int) -> None:
-    """`init_weights` that writes to `param.data` was said to have given no values at all."""
-    with torch.device("meta"):
-        model = ThroughData()
-    fully_shard(model.sharded)
-    materialize(model)
-    assert all((value == 2).all() for value in whole(model).values())
-
-
 @on_ranks(2, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shards_too_small_to_tell(rank: int, world_size: int, dtype: torch.dtype) -> None:

@@ -1,5 +1,6 @@
 """`fsdp2.init.seeded` on real ranks: sharded models are those that one process makes, bit for bit."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import cross_entropy
 
 from fsdp2 import ArgumentError, UnsupportedError, ZeroPolicy, fully_shard
-from fsdp2.init import seeded, sequential
+from fsdp2.init import blocks, seeded, sequential
 from tests.helpers.parity_models import TORCH_VERSION, full, local, mesh_2d, shard_like
 from tests.helpers.ranks import on_ranks
 from tests.helpers.threads import fake_world
@@ -199,7 +200,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "normal": nn.init.normal_,
     "uniform": nn.init.uniform_,
     "xavier_uniform": nn.init.xavier_uniform_,
-    "xavier_normal": nn.init.xavier_normal_,
     "kaiming_uniform": lambda w: nn.init.kaiming_uniform_(w, a=5**0.5),
     "kaiming_normal": lambda w: nn.init.kaiming_normal_(w, mode="fan_out"),
     "trunc_normal": nn.init.trunc_normal_,
@@ -219,7 +219,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "random_to": lambda w: w.random_(9),
     "random_from": lambda w: w.random_(-9, 9),
     "randn_like": lambda w: w.copy_(torch.randn_like(w)),
-    "rand_like": lambda w: w.copy_(torch.rand_like(w, dtype=torch.float64)),
     "randint_like": lambda w: w.copy_(torch.randint_like(w, 3, 9)).add_(torch.randint_like(w, 5)),
     "like with a generator": lambda w: w.copy_(torch.randn_like(w, generator=torch.Generator().manual_seed(2))),
     "plain operands": lambda w: w.copy_(torch.randn(w.shape)).add_(torch.rand(w.shape[1])).mul_(torch.rand(w.shape)),
@@ -254,10 +253,13 @@ def check_function(
 
 @on_ranks(2, 3)
 @every_mode
-def test_functions(rank: int, world_size: int, mode: str) -> None:
+def test_functions(rank: int, world_size: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several spans, and in several blocks."""
+    monkeypatch.setattr(sequential, "SPAN_NUMEL", 32)
+    monkeypatch.setattr(blocks, "BLOCK_NUMEL", 19)
     mesh = init_device_mesh("cpu", (world_size,))
     for function in FUNCTIONS.values():
-        for shape in ((9, 5), (6, 8)):
+        for shape in ((9, 5), (6, 8), (13, 11)):
             for placement in (Shard(0), Shard(1), Replicate()):
                 check_function(function, shape, mode, mesh, placement)
 
@@ -280,7 +282,9 @@ def test_functions_where_ranks_own_nothing(rank: int, world_size: int, mode: str
 @on_ranks(2)
 @every_mode
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool])
-def test_dtypes(rank: int, world_size: int, mode: str, dtype: torch.dtype) -> None:
+def test_dtypes(rank: int, world_size: int, mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequential, "SPAN_NUMEL", 16)
+    monkeypatch.setattr(blocks, "BLOCK_NUMEL", 11)
     mesh = init_device_mesh("cpu", (2,))
     ops: list[Callable[[Tensor], Any]] = [lambda w: w.random_(), lambda w: w.bernoulli_(0.4)]
     if dtype.is_floating_point:
@@ -302,6 +306,19 @@ def test_spans_of_large_parameters(rank: int, world_size: int, mode: str) -> Non
     for dim in (0, 1):
         for function in (nn.init.normal_, nn.init.uniform_):
             check_function(function, (rows, 512), mode, mesh, Shard(dim))
+
+
+@on_ranks(2)
+@every_mode
+def test_channels_last(rank: int, world_size: int, mode: str) -> None:
+    """There torch draws in the order of memory, and normal values in another way."""
+    for dim, fill in itertools.product((0, 1), (nn.init.uniform_, nn.init.normal_)):
+        plain, model = (nn.Conv2d(5, 7, 3, bias=False).to(memory_format=torch.channels_last) for _ in range(2))
+        fully_shard(model, shard_placement_fn=lambda _, dim=dim: Shard(dim))
+        for one in (plain, model):
+            with seeded(5, mode=mode):
+                fill(one.weight)
+        assert_same_model(model, plain)
 
 
 # --- the context ------------------------------------------------------------------------------------------------------
@@ -343,20 +360,6 @@ def test_the_context_ends(rank: int, world_size: int) -> None:
         sharded.normal_()
     expected = torch.empty(3, 6).normal_(generator=torch.Generator().manual_seed(40 + rank))
     assert torch.equal(sharded.to_local(), expected)
-
-
-@on_ranks(2)
-@every_mode
-def test_parameters_on_the_meta_device_draw_nothing(rank: int, world_size: int, mode: str) -> None:
-    with torch.device("meta"):
-        model = nn.Linear(4, 4)
-    fully_shard(model)
-    with seeded(1, mode=mode):
-        expected = torch.randn(4)
-    with seeded(1, mode=mode):
-        model.reset_parameters()
-        assert torch.equal(torch.randn(4), expected)
-    assert model.weight.is_meta
 
 
 @on_ranks(2)

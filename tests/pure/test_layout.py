@@ -27,28 +27,9 @@ def test_chunks_are_those_of_torch_chunk(size: int, parts: int) -> None:
     assert [whole[bounds[r] : bounds[r + 1]].tolist() for r in range(parts)] == expected
 
 
-def test_chunk_example_of_spec_21() -> None:
-    layout = ShardLayout((3, 3), 0, 4)
-    assert [layout.local_shape(rank) for rank in range(4)] == [(1, 3), (1, 3), (1, 3), (0, 3)]
-    assert layout.padded_numel == 3
-
-
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (4, 0, 2), (2, 3, 4)])
 def test_strides_are_torchs(shape: tuple[int, ...]) -> None:
     assert strides(shape) == torch.empty(shape).stride()
-
-
-@pytest.mark.parametrize("parts", PARTS)
-def test_local_shapes_tile_the_tensor(parts: int) -> None:
-    for shape in itertools.product(range(5), range(1, 4), range(3)):
-        for dim in range(3):
-            layout = ShardLayout(shape, dim, parts)
-            numels = [layout.local_numel(rank) for rank in range(parts)]
-            assert sum(numels) == layout.numel
-            assert max(numels, default=0) <= layout.padded_numel
-            assert layout.even == (len({layout.local_size(rank) for rank in range(parts)}) == 1)
-            if dim == 0:
-                assert layout.flat_bounds[-1] == layout.numel
 
 
 @pytest.mark.parametrize("parts", PARTS)

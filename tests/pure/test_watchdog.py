@@ -170,26 +170,6 @@ def test_a_new_watchdog_forgets_groups_that_are_gone(store: Any, monkeypatch: py
     assert [group for group, _ in trail.trails()] == [kept]
 
 
-def test_two_equal_findings_make_a_deadlock(dog: Watchdog, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_end_waits", lambda groups, backends: True)
-    g, h = cast(Any, (Group("g", (0, 1)), Group("h", (0, 1))))
-    trail.trail_of(g).note(A)
-    trail.trail_of(h)
-    other = Answer(
-        1, {"mesh:g": Past((0, 1), 0, ()), "mesh:h": Past((0, 1), 0, (B,))}, Wait("mesh:h", "all-gather", "b")
-    )
-    current.current.awaited = Awaited()
-    kinds = []
-    for number in (1, 2):
-        put_answer(Board(store, 1, 2), number, other)
-        finding = dog._round(number)
-        assert finding is not None
-        dog._act(finding)
-        kinds.append(finding.kind)
-    assert kinds == ["unclear", "deadlock"]
-    assert dog.failure is not None and "ranks wait for each other" in dog.failure
-
-
 def test_an_error_is_explained_although_the_collector_ends(
     dog: Watchdog, store: Any, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
