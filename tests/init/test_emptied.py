@@ -194,8 +194,7 @@ class Rotary(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("resets", [True, False])
 def test_buffers_that_no_checkpoint_has(rank: int, world_size: int, resets: bool) -> None:
-    """Loaded from a checkpoint after `to_empty`, a rotary table stayed what was in its memory. Some modules write such
-    buffers in forward, so this is a warning, once."""
+    """A rotary table stayed what was in memory. A warning, once: some modules write such buffers in forward."""
     with torch.device("meta"):
         model: Any = Rotary()
     fully_shard(model)
@@ -215,8 +214,7 @@ def test_buffers_that_no_checkpoint_has(rank: int, world_size: int, resets: bool
 )
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 4, 5)])
 def test_marks(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """A mark is there until either end is written to, whatever the dtype and the order of dims in memory; what is too
-    small for one, or is no dense memory, has none."""
+    """A mark is there until either end is written to; small tensors, and memory with gaps, have none."""
     tensors = [torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype).permute(*range(len(shape))[::-1])]
     for tensor in tensors:
         mark(tensor)

@@ -138,8 +138,7 @@ def test_replicas_and_buffers_take_the_values_of_the_first(rank: int, world_size
 @on_ranks(2, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shards_too_small_to_tell(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    """A bias of few rows: a rank with none or less than four bytes of it said that `.data` had given it no values, and
-    raised alone. If it has none in fact, the ranks that can tell raise, and the others with them."""
+    """A rank with no row of a bias, or less than four bytes, cannot tell: those that can raise, and all with them."""
 
     def small() -> Any:
         with torch.device("meta"):
@@ -157,8 +156,7 @@ def test_shards_too_small_to_tell(rank: int, world_size: int, dtype: torch.dtype
 
 
 class Residual(nn.Module):
-    """As torchvision's ResNet: the model's constructor initialises what its layers have initialised, and the last norm
-    with zeros; the rest it leaves to them."""
+    """As torchvision's ResNet: the constructor initialises again what its layers have, and norms with zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,8 +171,7 @@ class Residual(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("mode", ["sequential", "blocks"])
 def test_what_the_constructor_does_besides(rank: int, world_size: int, mode: Any) -> None:
-    """A ResNet's kaiming fan-out and the zeros of its last norms became the defaults of their layers, silently. What
-    the layers do themselves is no reason to warn: an embedding's padding, a transformer's projections."""
+    """They became the defaults of their layers, silently. What the layers do themselves is no reason to warn."""
     with torch.device("meta"):
         model = Residual()
     fully_shard(model.norm)
@@ -186,8 +183,7 @@ def test_what_the_constructor_does_besides(rank: int, world_size: int, mode: Any
 @on_ranks(2, 4)
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
 def test_parametrised_modules(rank: int, world_size: int, kind: str) -> None:
-    """`reset_parameters` of a parametrised layer writes to a weight that is computed: weight norm ended in a division
-    by zero that killed a rank whose shard is empty, spectral norm in an in-place operator on a partial norm."""
+    """`reset_parameters` of such a layer writes to a weight that is computed: it killed a rank whose shard is empty."""
     apply: Any = getattr(nn.utils.parametrizations, kind)
     torch.manual_seed(0)
     with torch.device("meta"):

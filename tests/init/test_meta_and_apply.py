@@ -95,8 +95,7 @@ def test_apply_keeps_dtensors(rank: int, world_size: int, first_step: bool) -> N
 
 @on_ranks(2, 4)
 def test_dtype_changes(rank: int, world_size: int) -> None:
-    """Behaviour 33, 35, 36: before the first forward and between steps: parameters, specs, what forward sees, and
-    gradients follow."""
+    """Behaviour 33, 35, 36: parameters, specs, what forward sees and gradients follow, at any time between steps."""
     plain = mlp(5, 3, 5)
     model = sharded_copy(plain, fully_shard).double()
     plain = plain.double()

@@ -1,8 +1,4 @@
-"""transformers' models, initialised sharded, have the values of one process and train to its losses.
-
-`materialize` calls transformers' own `init_weights()`, which makes buffers that are not persistent, too (transformers
-5). A model that is built eagerly from the same seed has other values, for its layers' constructors draw before.
-"""
+"""transformers' models, initialised sharded by their own `init_weights()`, have the values of one process."""
 
 from collections.abc import Callable
 from functools import partial
@@ -82,8 +78,7 @@ def train(model: nn.Module, kind: str, num_steps: int, part: slice) -> list[Tens
 
 
 def initialised_by_itself(model: nn.Module, seed: int) -> nn.Module:
-    """What transformers' own `init_weights` makes in one process. It passes over what it has initialised before, by
-    flags on modules and parameters."""
+    """What their own `init_weights` makes in one process: it passes over what flags say is initialised."""
     for each in (*model.modules(), *model.parameters()):
         each._is_hf_initialized = False  # type: ignore[union-attr]
     torch.manual_seed(seed)
@@ -95,10 +90,7 @@ def initialised_by_itself(model: nn.Module, seed: int) -> nn.Module:
 @on_ranks(2)
 @pytest.mark.parametrize("kind", HUGGING_FACE)
 def test_from_the_meta_device_it_trains_as_in_one_process(rank: int, world_size: int, kind: str) -> None:
-    """What a script does to train such a model from scratch. Its own `init_weights` makes every value.
-
-    With a sharded class that said it is of fsdp2, transformers took GPT-2 and T5 for the user's own, and lost values.
-    """
+    """What a script does to train from scratch. (transformers took GPT-2 and T5 for the user's own: values were lost.)"""
     build: Any = hugging_face(kind)
     torch.manual_seed(rank)  # has no say
     with torch.device("meta"):

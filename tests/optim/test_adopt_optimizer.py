@@ -128,8 +128,7 @@ def test_what_is_not_sharded_stays(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("made", ["before", "while_unsharded"])
 def test_warning(rank: int, world_size: int, made: str) -> None:
-    """An optimizer made before sharding, or after a forward of a model that stays unsharded, steps on tensors that
-    nobody uses (PT#149205). It says so, once, with names, until it is adopted."""
+    """It steps on tensors that nobody uses (PT#149205), and says so, once, with names, until it is adopted."""
     model: Any = Stack(depth=1)
     optimizer: Any = None
     if made == "before":
@@ -197,8 +196,7 @@ ROUTES = ["to_empty", "materialize", "load"]
 @pytest.mark.parametrize("made_by", ["torch", "local_optimizer"])
 @pytest.mark.parametrize("route", ROUTES)
 def test_made_before_the_model_has_memory(rank: int, world_size: int, tmp_path: Any, route: str, made_by: str) -> None:
-    """Modules held new parameter objects afterwards, so that steps changed nothing, without a word. Every way to
-    materialise keeps the objects, also of those that no unit manages (`out`), which torch's `to_empty` replaces."""
+    """Every way to materialise keeps the parameter objects, but torch's `to_empty` of what no unit manages (`out`)."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model: Any = Stack(depth=2)
@@ -232,8 +230,7 @@ def test_made_before_the_model_has_memory(rank: int, world_size: int, tmp_path: 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_that_were_assigned(rank: int, world_size: int, kind: str) -> None:
-    """After `load_state_dict(assign=True)` in the middle of a training steps change nothing, in torch too. The next one
-    says so, and `adopt_optimizer` hands the state over. Parameters that are put back, as of an EMA, are no news."""
+    """After `load_state_dict(assign=True)` steps change nothing, as in torch: said so, until it is adopted."""
     torch.manual_seed(0)
     model: Any = Stack(depth=1)
     shard_blocks(fsdp2, model)

@@ -33,8 +33,7 @@ def test_cores() -> None:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_threads_and_cores_of_the_background(tmp_path: Path) -> None:
-    """A budget is that of the background alone, and binds it to the last cores if the launcher says which rank this is;
-    a budget that leaves compute no core binds nothing."""
+    """Bound to the last cores if the launcher says which rank this is, and if that leaves one for compute."""
     cores = sorted(os.sched_getaffinity(0))
     script = tmp_path / "tells.py"
     script.write_text(TELLS)

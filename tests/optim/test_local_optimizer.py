@@ -1,5 +1,4 @@
-"""`fsdp2.local_optimizer`: between steps what the torch optimizer over DTensors is, to the last bit, in steps not; and
-what one process gives, on any number and arrangement of ranks."""
+"""`fsdp2.local_optimizer`: between steps the torch optimizer over DTensors, to the last bit; in steps it is not."""
 
 import copy
 from collections.abc import Callable, Iterator

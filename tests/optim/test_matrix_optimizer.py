@@ -44,8 +44,7 @@ def in_one_process(kind: Any, steps: int, missing: Any = ()) -> torch.optim.Opti
 @on_ranks(3, 1, 2, 4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_in_one_process(rank: int, world_size: int, kind: str) -> None:
-    """Muon and an optimizer of a user's own: bit for bit, whatever the shards, and if gradients are missing. Among the
-    shapes are empty shards (microsoft/dion issue 74) and rows that no number of ranks divides (97)."""
+    """Muon and a user's own optimizer, bit for bit; with empty shards (microsoft/dion issue 74) and uneven rows."""
     missing = {(0, 1), (2, 3), (2, 0)}
     plain = in_one_process(KINDS[kind], 4, missing)
     for layout in layouts(world_size):
@@ -191,8 +190,7 @@ def net_on(mesh: str, world_size: int) -> tuple[Net, Net]:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("mesh", ["fsdp", "hsdp", "tp", "zero", "offload"])
 def test_a_model_with_groups(rank: int, world_size: int, mesh: str) -> None:
-    """Fused projections, halves of stacked experts and AdamW for the rest; accumulation, clipping and a scheduler: as the
-    same optimizer in one process, which is given the whole gradients."""
+    """AdamW for the rest; accumulation, clipping and a scheduler: as the same optimizer in one process."""
     net, model = net_on(mesh, world_size)
     optimizer, reference = (matrix_optimizer(torch.optim.Muon, groups_of(each), lr=0.1) for each in (model, net))
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (optimizer, reference)]

@@ -123,8 +123,7 @@ def together(*snapshots: list[Tensor]) -> bool:
     ],
 )
 def test_resume_with_other_numbers_of_ranks(kind: str, how: str, tmp_path: Path) -> None:
-    """Saved on three ranks, taken up by one, two and four (HSDP): bit for bit what an uninterrupted run gives.
-    State that is made later on some ranks than on others, or keyed by position, would be another or an error."""
+    """Saved on three ranks, taken up by one, two and four (HSDP): bit for bit what an uninterrupted run gives."""
     folder = str(tmp_path / "saved")
     run_on_ranks(save, 3, kind=kind, folder=folder, how=how)
     known = run_on_ranks(uninterrupted, 2, kind=kind)
@@ -135,8 +134,7 @@ def test_resume_with_other_numbers_of_ranks(kind: str, how: str, tmp_path: Path)
 
 @on_ranks(4, 2)
 def test_the_same_entries_on_all_ranks(rank: int, world_size: int) -> None:
-    """From the first step on, in the same order, also on a rank that owns nothing: an optimizer that keeps state where
-    it was made has other keys on each rank, and collectives over it hang (microsoft/dion issue 89)."""
+    """Also on a rank that owns nothing, or collectives over the state hang (microsoft/dion issue 89)."""
     optimizer = matrix_optimizer(Shampoo, sharded([value(0, (3, 4), 0), value(1, (6, 5), 0)]), lr=0.1)
     train(optimizer, range(1), missing={(0, 0)})
     train(optimizer, range(1, 2))
@@ -155,8 +153,7 @@ def test_the_same_entries_on_all_ranks(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 3)
 def test_full_state_dict(rank: int, world_size: int) -> None:
-    """DCP gathers each tensor on the mesh of the DTensor. With a plain one, rank 0 would get an empty tensor for each
-    matrix of another rank, without a message."""
+    """As DCP gathers it. With plain tensors rank 0 would get empty ones for the matrices of other ranks, silently."""
     model, optimizer = made("Muon")
     train(optimizer, range(1))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -171,8 +168,7 @@ def test_full_state_dict(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_state_dict_of_its_own_and_of_one_process(rank: int, world_size: int) -> None:
-    """`load_state_dict` goes by position: the same on all ranks, so each state finds its parameter; groups that were
-    made otherwise are an error (microsoft/dion issue 109)."""
+    """It goes by position, the same on all ranks; groups made otherwise are an error (microsoft/dion issue 109)."""
     plain, first = muon_pair()
     for each in (plain, first):
         train(each, range(2))
@@ -201,8 +197,7 @@ def test_state_dict_of_its_own_and_of_one_process(rank: int, world_size: int) ->
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["torch", "dcp", "replaced by a hook"])
 def test_loaded_states_keep_their_dtypes(rank: int, world_size: int, how: str) -> None:
-    """fp32 preconditioners and a counter beyond 256 of bf16 matrices. torch's `load_state_dict` casts them to the
-    parameter's dtype, which rounded them."""
+    """fp32 preconditioners and counters of bf16 matrices; torch's `load_state_dict` rounds them to bf16."""
     models, optimizers = [], []
     for _ in range(2):
         params = sharded([value(0, (6, 4), 0).bfloat16()])

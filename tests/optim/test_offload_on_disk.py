@@ -1,5 +1,4 @@
-"""State in files (`Offload(tier=...)`): how much of it is in memory, who may look at it, and what happens when a disk
-is full, or a process dies. That the training is the same is in `test_offloaded.py`."""
+"""State in files (`Offload(tier=...)`): how much is in memory, who may look, and what a full disk does."""
 
 import contextlib
 import errno
@@ -139,8 +138,7 @@ def test_checkpoints_read_from_file_to_file(
 def test_columns_are_loaded_by_several_threads(
     rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two files have half of the columns each. Who writes some columns writes those between them too, as he read them:
-    two threads that had both read left one half of the state as it was before the load."""
+    """Each writes the columns between its own too, as it read them: half of the state stayed as before the load."""
     dim = 256
     torch.manual_seed(0)
     columns = fsdp2.fully_shard(nn.Linear(dim, dim, bias=False), shard_placement_fn=lambda param: Shard(1))
@@ -195,8 +193,7 @@ def test_leftovers(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_step_whole(
     rank: int, world_size: int, limit: Callable[[Path], Any], tmp_path: Path
 ) -> None:
-    """It is an error, and the last step is complete: what could not be written is in memory, can be saved, and can be
-    trained on."""
+    """An error, and the last step is complete: what could not be written is in memory, can be saved and trained on."""
     folder = tmp_path / "tier"
     theirs = trained(None, rank, 1)
     with limit(folder):

@@ -1,5 +1,4 @@
-"""What happens while an offloaded step is under way: a signal, gradients that the model zeroes, a unit whose parameters
-have two dtypes, gradients with other placements."""
+"""What happens while an offloaded step is under way: a signal, two dtypes, an error, other placements."""
 
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,7 @@ class Interrupted:
 
 @on_ranks(2)
 def test_a_wait_is_interrupted(rank: int, world_size: int, tmp_path: Path) -> None:
-    """The step goes on. It was forgotten, and a checkpoint that a program saved because of the signal had parameters
-    from before the step or from the middle of it."""
+    """The step goes on. It was forgotten: a checkpoint because of the signal had parameters from the middle of it."""
     results = []
     for policy in (Offload(), None):
         model = stack(policy)
@@ -75,8 +73,7 @@ def test_a_wait_is_interrupted(rank: int, world_size: int, tmp_path: Path) -> No
 
 @on_ranks(2)
 def test_a_unit_with_two_dtypes(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Its parameters are stepped by two inner optimizers. The unit knew of the second only: the others could not be
-    saved after a step."""
+    """Stepped by two inner optimizers. The unit knew of the second only: the others could not be saved after a step."""
     results = []
     for policy in (Offload(), None):
         model = stack(policy, mp_policy=TWO_DTYPES)

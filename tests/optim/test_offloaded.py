@@ -97,9 +97,7 @@ CASES_OF_TRAINING += [(setting, kind) for kind in [*KINDS][1:] for setting in ("
 @on_ranks(2, 4)
 @pytest.mark.parametrize(("setting", "kind"), CASES_OF_TRAINING)
 def test_same_bits(rank: int, world_size: int, setting: str, kind: str, tmp_path: Path) -> None:
-    """Parameters and state are those without offload, with clipping, accumulation, param groups and a scheduler.
-    Several backwards a step dropped gradients, or made norms too small, in DeepSpeed (issues 7981, 7967); in bf16
-    gradients were rounded before the step in prime-rl (issue 3234)."""
+    """With clipping, accumulation, groups and a scheduler (DeepSpeed issues 7981, 7967; prime-rl issue 3234)."""
     model, plain = stack(policy_of(setting, tmp_path), kind, world_size), stack(None, kind, world_size)
     ours = offload_optimizer(torch.optim.AdamW, grouped(model), lr=1e-2)
     theirs = torch.optim.AdamW(grouped(plain), lr=1e-2)
@@ -222,8 +220,7 @@ def test_loads_between_step_and_use(rank: int, world_size: int, setting: str, tm
 @pytest.mark.parametrize("has_streams", [False, True])
 @on_ranks(2)
 def test_units_are_stepped_in_the_order_of_forward(rank: int, world_size: int, has_streams: bool) -> None:
-    """From the second step on, also where modules run in another order than they were made in. (With streams it was the
-    order of backward, so that the next forward waited for all steps: each gather counted.)"""
+    """From the second step on. (With streams it was the order of backward: the next forward waited for all steps.)"""
 
     class Backwards(nn.Module):
         def __init__(self) -> None:
@@ -301,8 +298,7 @@ RESUMED = [None, "all", "disk", "half in files", None, "files", "states", "state
 def test_resume_across_settings(
     rank: int, world_size: int, saved: str | None, loaded: str | None, tmp_path: Path
 ) -> None:
-    """A checkpoint right after a step, loaded with another setting, continues the same training; one that was saved
-    with gradients in host memory in an optimizer that has no state yet."""
+    """A checkpoint right after a step continues the same training, also in an optimizer that has no state yet."""
     model, optimizer = stepped(policy_of(saved, tmp_path), rank, steps=2)
     checkpoint.save(tmp_path / "at", model=model, optimizer=optimizer)
     other, resumed = stepped(policy_of(loaded, tmp_path), rank, steps=0 if saved == "states and gradients" else 1)
@@ -316,8 +312,7 @@ def test_resume_across_settings(
 @on_ranks(2)
 @pytest.mark.parametrize("setting", ["states", "disk", "files"])
 def test_parameters_replaced_and_added(rank: int, world_size: int, setting: str, tmp_path: Path) -> None:
-    """Shards that move to other memory, and param groups that are added and changed, are followed. Settings of groups
-    were lost in DeepSpeed (issue 7905)."""
+    """Shards that move to other memory, and groups that are added and changed (lost in DeepSpeed, issue 7905)."""
     results = []
     for policy in (policy_of(setting, tmp_path), None):
         model = stack(policy)
@@ -334,8 +329,7 @@ def test_parameters_replaced_and_added(rank: int, world_size: int, setting: str,
 
 @on_ranks(2)
 def test_staged_state_takes_what_was_loaded(rank: int, world_size: int) -> None:
-    """For a parameter that it knows nothing of, as after `load_state_dict`: it was forgotten, and a device that holds
-    state in host memory went on with new state, silently."""
+    """As after `load_state_dict`: a device that holds state in host memory went on with new state, silently."""
     weight = next(stack(None).parameters())
     outer = {"exp_avg": torch.ones_like(weight), "step": torch.tensor(3.0)}
     inner: dict[Any, dict[str, Any]] = {}

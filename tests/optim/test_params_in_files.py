@@ -1,5 +1,4 @@
-"""Sharded parameters in files (`Offload(params="files")`): how much of them is in memory, who may replace or move them,
-and what happens without room. That the training is the same is in `test_offloaded.py`."""
+"""Sharded parameters in files (`Offload(params="files")`): how much is in memory, who may replace them, no room."""
 
 import copy
 import ctypes
@@ -59,8 +58,7 @@ def settled() -> None:
 
 @on_ranks(2)
 def test_few_units_are_in_memory(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Looked at in each forward, with a step under way: three units are stepped, the gathered one and the next are
-    read. When the step is done all of them are in files."""
+    """In each forward, with a step under way: three units are stepped, two are read. Afterwards all are in files."""
     if not os.major(tmp_path.stat().st_dev):
         pytest.skip("the temporary folder is on no disk, so its files are always in memory")
     most, left = looked_at(rank, tmp_path)
@@ -161,8 +159,7 @@ def test_a_folder_without_room(rank: int, world_size: int, tmp_path: Path) -> No
 
 @on_ranks(2)
 def test_a_disk_that_fails(rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be written is said where it is waited for, after a step, and at the next gather otherwise: the
-    system may have forgotten the values."""
+    """Said where it is waited for, and at the next gather: the system may have forgotten the values."""
     model = layers(policy(tmp_path), 8, 2)
     optimizer = optimizer_for(model.parameters(), policy(tmp_path))
     train(model, optimizer, rank, range(1))
@@ -191,8 +188,7 @@ def test_a_disk_that_fails(rank: int, world_size: int, tmp_path: Path, monkeypat
 def test_a_write_after_a_step_that_fails(
     rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once: the system forgets the values, and says so only to whoever wrote. The next gather, which had its own
-    record, took the values from before the step."""
+    """Once: the system tells only who wrote. The next gather took the values from before the step."""
     model = layers(policy(tmp_path), 8, 2)
     optimizer = optimizer_for(model.parameters(), policy(tmp_path))
     train(model, optimizer, rank, range(1))

@@ -36,8 +36,7 @@ def backward(model: nn.Module, step: int, rank: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
 def test_the_order_of_the_state(rank: int, world_size: int, hidden: int) -> None:
-    """Runs were sorted by address, and the optimizer's state came into being in that order, another on each rank; who
-    gathers a whole state dict goes by it, and mixed up the moments of parameters of one shape."""
+    """Runs were sorted by address, another on each rank: a whole state dict mixed up moments of one shape."""
     torch.manual_seed(0)
     junk = []
     blocks = []
@@ -77,8 +76,7 @@ def test_replicas_stay_equal_through_clipping(rank: int, world_size: int) -> Non
 
 @on_ranks(2)
 def test_shards_that_were_moved_to_shared_memory(rank: int, world_size: int) -> None:
-    """`share_memory_` (a multiprocessing queue calls it) gives a storage other memory in place: the run still stepped
-    where the shards had been, and gathers copied from there."""
+    """`share_memory_` gives a storage other memory: the run stepped, and gathers copied, where the shards had been."""
     model = sharded()
     optimizer = local_optimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     for step in range(3):

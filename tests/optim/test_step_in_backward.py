@@ -34,8 +34,7 @@ def loss_of(model: Any, step: int, rank: int) -> Tensor:
 
 
 def train(model: Any, optimizer: Optim, rank: int, steps: range, micro: Callable[[Any, bool], object]) -> None:
-    """Steps of three microbatches with a scheduler; `micro(model, is_last)` is called before each. The loop is the same
-    whether backward steps or not."""
+    """Steps of three microbatches with a scheduler, whether backward steps or not; `micro` comes before each."""
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
     for step in steps:
         for number in range(3):
@@ -249,8 +248,7 @@ def test_mistakes(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_lifetime(rank: int, world_size: int) -> None:
-    """The model holds the optimizer, the optimizer the parameters, and nobody the model. A copy of the model trains
-    without the optimizer, which does not hold its parameters."""
+    """Nobody holds the model. Its copy trains without the optimizer, which does not hold its parameters."""
     model = sharded("fsdp", world_size)
     optim = OPTIMIZERS["local_adamw"](model.parameters())
     step_in_backward(optim)
@@ -303,8 +301,7 @@ class UsedOnceMore(nn.Module):
 @on_ranks(2, 1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_backward_reads_the_values_of_forward(rank: int, world_size: int, stage: int) -> None:
-    """Replicated parameters are used as they are: a step as soon as their gradients are there would change what the
-    rest of the unit's backward reads. Autograd does not see that."""
+    """Replicated parameters are used as they are: the rest of the unit's backward still reads them."""
     grads = []
     for in_backward in (False, True):
         torch.manual_seed(0)

@@ -70,8 +70,7 @@ def train_both(both: Pair, rank: int, steps: range, before: Callable[[Any, int],
 
 
 def assert_close(ours: Optim, theirs: Optim) -> None:
-    """torch's fused kernels on the CPU round the last few elements of a tensor, those that fill no vector of the
-    processor, otherwise than the others; which these are differs."""
+    """But for torch's fused kernels on the CPU, which round what fills no vector of the processor otherwise."""
     for group, other in zip(ours.param_groups, theirs.param_groups, strict=True):
         for one, two in zip(group["params"], other["params"], strict=True):
             torch.testing.assert_close(local(one.detach()), local(two.detach()), rtol=1e-6, atol=1e-7)
@@ -103,8 +102,7 @@ def test_bit_for_bit(rank: int, world_size: int, case: str, hidden: int) -> None
 
 @on_ranks(2)
 def test_parameters_without_gradients(rank: int, world_size: int) -> None:
-    """Now and then one in the middle of a run has none: the run is two for that step, and its counter stays behind. One
-    that is set by hand, or that is accumulated, is no neighbour of others."""
+    """One in the middle of a run has none, its counter stays behind; one set by hand is no neighbour of others."""
     both = pair(torch.optim.AdamW)
 
     def change(model: Any, step: int) -> None:
@@ -126,8 +124,7 @@ def test_parameters_without_gradients(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["fill", "data", "numpy"])
 def test_counters_are_of_each_parameter(rank: int, world_size: int, how: str) -> None:
-    """Outside, no two parameters share a counter: torch's optimizer, given this state as it is, counts one step for
-    one step. And a counter that is changed there counts, also behind autograd's back."""
+    """No two parameters share a counter, also for torch's optimizer; and one that is changed from outside counts."""
     both = pair(torch.optim.AdamW, foreach=True)
     train_both(both, rank, range(2))
     (ours, our_optimizer), theirs = both
@@ -162,8 +159,7 @@ def test_state_changed_in_place_and_replaced(rank: int, world_size: int) -> None
 @on_ranks(2)
 @pytest.mark.parametrize("holds", ["the state", "a parameter's", "nothing"])
 def test_state_is_replaced_through_what_was_kept(rank: int, world_size: int, holds: str) -> None:
-    """A step compares states with those of the last one only if somebody may have replaced them: who asked the
-    optimizer since, or has kept a dict of it from long ago."""
+    """By who asked the optimizer since the last step, or has kept a dict of it from long ago."""
     made = pair(torch.optim.SGD, momentum=0.9)
     for model, optimizer in made:
         train(model, optimizer, rank, range(1))
@@ -246,8 +242,7 @@ def test_kinds_that_the_user_vouches_for(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_neighbours_that_are_placed_differently(rank: int, world_size: int) -> None:
-    """With tensor parallelism a weight is strided and its neighbour, a bias, may be replicated. They are one step,
-    and an assertion failed, because the second was not placed like the first."""
+    """With tensor parallelism a weight is strided and its bias may be replicated: an assertion failed."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     optimizers = []
     for make in (torch.optim.AdamW, partial(local_optimizer, torch.optim.AdamW)):

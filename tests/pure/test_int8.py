@@ -1,5 +1,4 @@
-"""int8 blocks for the quantised all-gather: the error is what the format promises, and nothing depends on where a block
-lies. It is the format of ZeRO++'s qwZ."""
+"""int8 blocks, the format of ZeRO++'s qwZ: the error is what it promises, and does not depend on a block's place."""
 
 import pytest
 import torch

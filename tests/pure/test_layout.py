@@ -1,5 +1,4 @@
-"""The pure geometry, exhaustively over small sizes (Behaviour 21-23, 27, 28), and the order of units, for every
-sequence of calls of three units (Behaviour 49, 56, 66, 67)."""
+"""The pure geometry (Behaviour 21-23, 27, 28), and the order of units (Behaviour 49, 56, 66, 67)."""
 
 import itertools
 from itertools import pairwise
@@ -34,8 +33,7 @@ def test_strides_are_torchs(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("parts", PARTS)
 def test_interleaved_views_hold_the_same_elements(parts: int) -> None:
-    """What one rank's segment of a packed buffer means is the same on the way in and on the way out, for every shape,
-    dim and number of parts; and it takes at most two copies."""
+    """A rank's segment of a packed buffer is the same on the way in and out, and takes at most two copies."""
     for shape in itertools.product(range(6), range(1, 4), range(3)):
         for dim in range(3):
             layout = ShardLayout(shape, dim, parts)

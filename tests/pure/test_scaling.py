@@ -1,5 +1,4 @@
-"""Where the sum of gradients is divided: the table of Behaviour 125-131, and that every row of it gives the right
-mean."""
+"""Where the sum of gradients is divided: the table of Behaviour 125-131, and that every row gives the right mean."""
 
 import itertools
 

@@ -173,8 +173,7 @@ def test_a_new_watchdog_forgets_groups_that_are_gone(store: Any, monkeypatch: py
 def test_an_error_is_explained_although_the_collector_ends(
     dog: Watchdog, store: Any, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank that ended had claimed the question which was asked because of its end. Nobody asked another, and the
-    error was that of gloo."""
+    """The rank that ended had claimed the question, nobody asked another, and the error was that of gloo."""
     monkeypatch.setattr(settings, "_settings", [replace(OFF, is_on=True)])
     monkeypatch.setattr(watchdog, "_end_waits", lambda groups, backends: True)
     group: Any = Group("g", (0, 1))
@@ -209,8 +208,7 @@ def test_every_peer_is_told() -> None:
 
 
 def test_groups_may_be_destroyed_while_waits_end(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the program, which has got its error in the first of them. torch then knows no backend of the second, and the
-    watchdog ended with a traceback."""
+    """By the program, which has its error: torch knows no backend of them then, and the watchdog ended."""
     groups: Any = Gloo("g", (0, 1)), Gloo("h", (0, 1))
     monkeypatch.setattr(watchdog, "all_groups", lambda: list(groups))
 
@@ -225,8 +223,7 @@ def test_groups_may_be_destroyed_while_waits_end(dog: Watchdog, monkeypatch: pyt
 
 
 def test_a_trail_is_read_while_it_grows() -> None:
-    """The training thread went on between two looks of the watchdog, which then sent all entries one place too far: the
-    ranks seemed to differ, and a healthy job was ended."""
+    """The training thread went on between two looks: all entries were one place too far, and a healthy job ended."""
 
     class Growing(list[int]):
         def __getitem__(self, index: Any) -> Any:
@@ -258,8 +255,7 @@ def test_trails_are_listed_while_others_begin() -> None:
 
 
 def test_a_watchdog_that_has_ended_has_no_successor(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would read and write other keys than the watchdogs of the other ranks, which have not ended: `agree_on_step`
-    waited for ever."""
+    """It would read and write other keys than those of other ranks: `agree_on_step` waited for ever."""
 
     def fails(*_: object) -> Any:
         raise RuntimeError("Connection reset by peer")
@@ -275,8 +271,7 @@ def test_a_watchdog_that_has_ended_has_no_successor(dog: Watchdog, monkeypatch: 
 
 
 def test_a_rank_that_stops_is_not_told_at_its_old_place(dog: Watchdog, store: Any, monkeypatch: Any) -> None:
-    """Its training thread notes the end of the step and stops while the watchdog tells the others how far it has come.
-    They saw it stopped where they were, and went on without it."""
+    """It stops while its watchdog tells how far it has come: the others saw it where they were, and went on."""
     step, mine = JointStep(dog), trail.trail_of(cast(Any, dist.group.WORLD))
     end = Trail.end
 

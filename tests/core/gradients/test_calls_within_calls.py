@@ -1,5 +1,4 @@
-"""A forward within a forward of the same unit: nets that call themselves, adapters that ask the whole model. The inner
-call ended the unit's forward, and resharded what the rest of the outer one still needed."""
+"""A forward within one of the same unit (nets that call themselves, adapters): the inner one resharded the unit."""
 
 import copy
 from functools import partial
@@ -94,8 +93,7 @@ class Picky(Tree):
 @on_ranks(2)
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_after_an_exception_within(rank: int, world_size: int, error: type[BaseException]) -> None:
-    """A forward that raised three calls deep is not taken for one that the next is within. (torch calls no hooks after
-    a KeyboardInterrupt.)"""
+    """A forward that raised three calls deep is over. (torch calls no hooks after a KeyboardInterrupt.)"""
     plain = Picky()
     model = copy.deepcopy(plain)
     shard_all(fsdp2, model, True)

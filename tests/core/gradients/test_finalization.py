@@ -1,5 +1,4 @@
-"""What torch 2.15 added: manual finalisation and kept storage (tests/behaviour.md, section Z), a dtype for each
-gradient (Behaviour 123), and what `test_accumulation.py` leaves of Behaviour 101-103."""
+"""What torch 2.15 added: manual finalisation, kept storage (Behaviour 192-197) and a dtype for each gradient."""
 
 import contextlib
 from typing import Any
@@ -201,8 +200,7 @@ def test_finalising_at_the_wrong_time(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_handle(rank: int, world_size: int) -> None:
-    """Behaviour 180, 196: until it is waited for, no forward and no other finalisation; then the gradients are there.
-    `reset_iter_state` voids it, and training goes on."""
+    """Behaviour 180, 196: until it is waited for, no forward and no other finalisation; `reset_iter_state` voids it."""
     plain = Layers(2)
     model = manual(plain)
     for step in range(3):

@@ -1,5 +1,4 @@
-"""By what the sum of gradients is divided, as seen in the gradients (Behaviour 124-131);
-`tests/pure/test_scaling.py` has the table."""
+"""By what the sum of gradients is divided, as seen in gradients; `tests/pure/test_scaling.py` has the table."""
 
 import copy
 import itertools
@@ -38,8 +37,7 @@ def dot(mesh: Any = None, dtype: torch.dtype = torch.float32) -> Any:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 def test_divisors(rank: int, world_size: int, hsdp: bool) -> None:
-    """Behaviour 124-126, 128-130: the mean over shards and replicas, or the sum divided by a factor, of which 1 makes
-    the plain sum; in every reduce dtype, also where all collectives sum."""
+    """Behaviour 124-126, 128-130: the mean over all ranks, or the sum divided by a factor, in every reduce dtype."""
     mesh = mesh_2d(2, world_size // 2) if hsdp else None
     for dtype, sums in itertools.product(DTYPES, (False, True)):
         model = dot(mesh, dtype)

@@ -1,5 +1,4 @@
-"""Gradients that the model writes or changes itself: backwards that set `weight.grad`, hooks on unsharded weights. A
-weight whose backward was its own got no gradient, silently; a model's hook ran after the reduction."""
+"""Gradients that the model writes or changes itself: backwards that set `weight.grad`, hooks on unsharded weights."""
 
 from functools import partial
 from typing import Any
@@ -16,8 +15,7 @@ from tests.helpers.ranks import on_ranks
 
 
 class FusedProduct(torch.autograd.Function):
-    """Adds to `weight.grad`, as Megatron's. The weight is an input, or comes with its `module`, unknown to autograd.
-    On request the gradient is in the dtype that the weight asks for."""
+    """Adds to `weight.grad`, as Megatron's. The weight is an input, or comes with its `module`, unknown to autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, module: Any, in_place: bool) -> Tensor:
@@ -192,8 +190,7 @@ def test_a_hook_on_one_rank(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("casts", [True, False], ids=["casts", "any"])
 def test_written_in_another_dtype(rank: int, world_size: int, casts: bool) -> None:
-    """Gradients wait in the reduce dtype, which is the weight's `grad_dtype` (as in torch 2.15). What
-    docs/troubleshooting.md says works: to cast, or to set `grad_dtype` to None; and microbatches add up in fp32."""
+    """docs/troubleshooting.md: cast to the weight's `grad_dtype`, or set that to None; microbatches add up in fp32."""
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     wrong, model = (fsdp2.fully_shard(FusedLinear(4, False, False), mp_policy=policy) for _ in range(2))
     with pytest.raises(RuntimeError, match="grad_dtype"):

@@ -1,5 +1,4 @@
-"""Gradients are not lost: of tensors that modules keep, of losses outside of forward, with hooks on parameters, asked
-for by name, of units used twice. "Right" is one process with averaged gradients."""
+"""Gradients are not lost: of kept tensors, of losses outside of forward, with hooks, asked for by name."""
 
 import copy
 from functools import partial

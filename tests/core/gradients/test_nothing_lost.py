@@ -1,5 +1,4 @@
-"""What a user does between steps reaches the shards, or is an error: evaluations, edits, clipping. "Right" is one
-process with averaged gradients."""
+"""What a user does between steps (evaluations, edits, clipping) reaches the shards, or is an error."""
 
 from typing import Any
 
@@ -42,8 +41,7 @@ def test_a_moving_average(rank: int, world_size: int, stays: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("is_counted", [False, True])
 def test_an_edit_on_one_rank_between_evaluations(rank: int, world_size: int, is_counted: bool) -> None:
-    """Rank 1 edits the rows that it has. All ranks have to see them, and nobody hangs. Not every edit counts as a
-    change of a DTensor, so ranks compare what was kept of the root with its shards."""
+    """Rank 1 edits rows that it has. All ranks have to see them, also if the edit counts as no change of a DTensor."""
     plain, model = pair()
     evaluate(model, rank)
     last = model[2].weight.to_local()

@@ -1,5 +1,4 @@
-"""Replicated parameters are used as they are, so they must not change between forward and backward; whoever changes
-them at another time gets no error."""
+"""Replicated parameters are used as they are: they must not change between forward and backward, and may elsewhere."""
 
 from collections.abc import Callable
 from typing import Any
@@ -121,8 +120,7 @@ def test_a_forward_that_comes_in_backward(rank: int, world_size: int, kind: str)
 @on_ranks(2, 4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_changed_between_forward_and_backward(rank: int, world_size: int, kind: str) -> None:
-    """A step before backward, between the backwards of two forwards, and before a second backward of one graph; and
-    `load_state_dict(assign=True)`, which brings parameters of no more writes than those had which forward used."""
+    """A step before a backward, between two, or before a second one of one graph; and other values, assigned."""
     for pattern in ("once", "two_forwards", "retained", "assigned"):
         changed_between(routed(kind), rank, pattern)
 

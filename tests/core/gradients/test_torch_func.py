@@ -1,5 +1,4 @@
-"""`torch.func` around a sharded model: losses that hold a derivative of the model itself (MeanFlow, PINNs). A loop that
-called a unit only within a transform trained nothing of it, silently; others ended in errors of autograd."""
+"""`torch.func` around a sharded model, for losses that hold a derivative of the model itself (MeanFlow, PINNs)."""
 
 from collections.abc import Callable
 from types import ModuleType

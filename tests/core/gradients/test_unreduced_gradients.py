@@ -1,5 +1,4 @@
-"""Steps, clips and `zero_grad` while gradients wait to be reduced: a warning, and an error where nothing is ever
-trained; silence in every legal pattern of accumulation."""
+"""Steps, clips and `zero_grad` while gradients wait to be reduced: a warning; an error if nothing is ever trained."""
 
 import warnings
 from collections.abc import Iterator

@@ -1,5 +1,4 @@
-"""Automatic forward prefetch: from the third forward on, what ran next in the last two is gathered ahead, without
-lists. Where the order changes, nothing is lost but the overlap."""
+"""Automatic forward prefetch: from the third forward on, what ran next in the last two is gathered ahead."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,4 @@
-"""CPU offload: sharded parameters, gradients and optimizer state in host memory (tests/behaviour.md, section S). With a
-CPU mesh nothing moves, but all rules hold."""
+"""CPU offload (tests/behaviour.md, section S). With a CPU mesh nothing moves, but all rules hold."""
 
 from typing import Any
 
@@ -26,8 +25,7 @@ def offloaded(plain: nn.Module, **options: Any) -> Any:
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 @pytest.mark.parametrize("raf", [True, False])
 def test_same_bits(rank: int, world_size: int, setter: str, hsdp: bool, raf: bool) -> None:
-    """Behaviour 155, 156: parameters, gradients and optimizer state are those without offload, bit by bit, at every
-    step."""
+    """Behaviour 155, 156: parameters, gradients and optimizer state are bit by bit those without offload."""
     options: dict[str, Any] = {"mesh": mesh_2d(2, world_size // 2) if hsdp else None, "reshard_after_forward": raf}
     plain = Stack(depth=2)
     models = [offloaded(plain, **options), in_units(plain, **options)]

@@ -22,8 +22,7 @@ from tests.helpers.schedules import order, orders
 
 @on_ranks(2)
 def test_default(rank: int, world_size: int) -> None:
-    """Behaviour 43, 47-49: the root stays; backward fetches one layer ahead, reduces a layer as soon as its last
-    gradient is there, and then reshards it."""
+    """Behaviour 43, 47-49: backward fetches one layer ahead, reduces after a layer's last gradient, then reshards."""
     model = in_units(Layers(3))
     for _ in range(2):
         forward, backward = orders(model, rank, "reduce_scatter")
@@ -70,8 +69,7 @@ def test_end_of_backward_in_pre_order(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 def test_checkpointing_keeps_the_order(rank: int, world_size: int, use_reentrant: bool) -> None:
-    """Behaviour 49, 58, 175: recomputing adds no all-gathers and reshards nothing early. After a reentrant forward
-    nothing knows the order of backward: each layer is gathered in its turn."""
+    """Behaviour 49, 58, 175: recomputing adds no gathers; after a reentrant forward nothing knows backward's order."""
     model = in_units(Layers(3, use_reentrant=use_reentrant))
     for _ in range(2):
         _, backward = orders(model, rank)

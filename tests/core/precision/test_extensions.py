@@ -1,5 +1,4 @@
-"""All-gather extensions: tensors that say themselves what is gathered and what becomes of it (tests/behaviour.md,
-section R)."""
+"""All-gather extensions: tensors that say what is gathered, and what becomes of it (tests/behaviour.md, section R)."""
 
 import copy
 from typing import Any

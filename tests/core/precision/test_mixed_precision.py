@@ -262,8 +262,7 @@ class Normed(nn.Module):
 @on_ranks(2, 4)
 @pytest.mark.parametrize("keep", [torch.float32, None, torch.bfloat16])
 def test_param_dtype_override(rank: int, world_size: int, keep: torch.dtype | None) -> None:
-    """Behaviour 122: called once for each managed parameter, in `fully_shard`; the original dtype keeps it from being
-    cast."""
+    """Behaviour 122: called once for each managed parameter; the original dtype keeps it from being cast."""
     model: Any = Normed()
     norms, everything = set(model.norm.parameters()), list(model.parameters())
     model.ignored, model.below = nn.Linear(1, 1, bias=False), fully_shard(nn.Linear(1, 1))

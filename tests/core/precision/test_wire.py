@@ -1,6 +1,4 @@
-"""What travels in fewer bits than it is kept in: the int8 all-gather (ZeRO++'s qwZ) and the 16-bit reduce-scatter that
-is summed in fp32. The oracle is one process that does the rounding by itself: `rounded` for the parameters,
-`.to(bfloat16)` for each rank's gradients."""
+"""What travels in fewer bits than it is kept in (int8 gathers, 16-bit reduce-scatters): as one process that rounds."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -183,8 +181,7 @@ def test_int8_leaves_other_dtypes_alone(rank: int, world_size: int) -> None:
 def one_process(
     plain: nn.Module, x_of_rank: Callable[[int], list[Tensor]], world_size: int, num_shards: int, policy: Any
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Losses by rank and the mean gradient by name: parameters and gradients rounded as `policy` says, in one process.
-    A rank's batches are accumulated before its gradients are rounded."""
+    """Losses by rank and mean gradients by name, rounded as `policy` says: gradients after all batches of a rank."""
     params = {name: param.detach() for name, param in plain.named_parameters()}
     if policy.all_gather_dtype is not None:
         params = {name: rounded(value, num_shards) for name, value in params.items()}
@@ -206,8 +203,7 @@ def one_process(
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ["int8", "wire", "both"])
 def test_training_is_one_process_that_rounds(rank: int, world_size: int, kind: str, accumulate: int) -> None:
-    """Between the two are fp32's own roundings: 1e-5 of the largest value. With bf16 gradients a rounding may fall on
-    the other side, which moves the mean by one step of bf16 / world_size."""
+    """But for fp32's own roundings; one of a bf16 gradient may fall on the other side: a step of bf16 / world_size."""
     policy = {"int8": INT8, "wire": WIRE, "both": BOTH}[kind]
     plain = stack(hidden=70)
     model = in_units(plain, mp_policy=policy)
