@@ -90,7 +90,7 @@ def initialised_by_itself(model: nn.Module, seed: int) -> nn.Module:
 @on_ranks(2)
 @pytest.mark.parametrize("kind", HUGGING_FACE)
 def test_from_the_meta_device_it_trains_as_in_one_process(rank: int, world_size: int, kind: str) -> None:
-    """What a script does to train from scratch. (transformers took GPT-2 and T5 for the user's own: values were lost.)"""
+    """What a script does to train from scratch. (It took GPT-2 and T5 for the user's own: values were lost.)"""
     build: Any = hugging_face(kind)
     torch.manual_seed(rank)  # has no say
     with torch.device("meta"):

@@ -113,7 +113,7 @@ def test_layouts(rank: int, world_size: int) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_tensor_parallel(rank: int, world_size: int, norm_type: float) -> None:
-    """Behaviour 171: (dp, tp) meshes as `fully_shard` makes them, with `_StridedShard`; replicated biases count once."""
+    """Behaviour 171: (dp, tp) meshes as `fully_shard` makes them, with `_StridedShard`; replicated ones count once."""
     mesh = mesh_of((2, 2), ("dp", "tp"))
     row, column = rank // 2, rank % 2
     wholes = [values((8, 3), 0), values((4, 6), 1), values((4,), 2)]

@@ -157,30 +157,37 @@ def test_a_folder_without_room(rank: int, world_size: int, tmp_path: Path) -> No
             layers(policy(tmp_path / limit.__name__), DIM, DEPTH)
 
 
+COULD_NOT = r"sharded parameters could not be written \(on purpose\)"
+
+
+def before_a_step(rank: int, folder: Path) -> Any:
+    """A model and its optimizer after a backward, and everything else is done."""
+    model = layers(policy(folder), 8, 2)
+    optimizer = optimizer_for(model.parameters(), policy(folder))
+    train(model, optimizer, rank, range(1))
+    optimizer.wait()
+    model(torch.ones(2, 8)).sum().backward()
+    settled()
+    return model, optimizer
+
+
 @on_ranks(2)
 def test_a_disk_that_fails(rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said where it is waited for, and at the next gather: the system may have forgotten the values."""
-    model = layers(policy(tmp_path), 8, 2)
-    optimizer = optimizer_for(model.parameters(), policy(tmp_path))
-    train(model, optimizer, rank, range(1))
-    optimizer.wait()
-    settled()
+    model, optimizer = before_a_step(rank, tmp_path)
 
     def failing(fd: int) -> None:
         raise OSError(errno.EIO, "on purpose")
 
-    could_not = r"sharded parameters could not be written \(on purpose\)"
-    model(torch.ones(2, 8)).sum().backward()
-    settled()
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", failing)
         optimizer.step()
-        with pytest.raises(OSError, match=could_not):
+        with pytest.raises(OSError, match=COULD_NOT):
             optimizer.wait()
         with torch.no_grad():
             model(torch.ones(2, 8))
             settled()
-            with pytest.raises(OSError, match=could_not):
+            with pytest.raises(OSError, match=COULD_NOT):
                 model(torch.ones(2, 8))
 
 
@@ -189,12 +196,7 @@ def test_a_write_after_a_step_that_fails(
     rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once: the system tells only who wrote. The next gather took the values from before the step."""
-    model = layers(policy(tmp_path), 8, 2)
-    optimizer = optimizer_for(model.parameters(), policy(tmp_path))
-    train(model, optimizer, rank, range(1))
-    optimizer.wait()
-    model(torch.ones(2, 8)).sum().backward()
-    settled()
+    model, optimizer = before_a_step(rank, tmp_path)
     failed: list[int] = []
     fdatasync = os.fdatasync
 
@@ -209,5 +211,5 @@ def test_a_write_after_a_step_that_fails(
     submit(lambda: None, None).result()  # behind the step
     _threads().freeing.submit(lambda: None).result()  # and behind what it writes
     assert failed
-    with pytest.raises(OSError, match=r"sharded parameters could not be written \(on purpose\)"):
+    with pytest.raises(OSError, match=COULD_NOT):
         model(torch.ones(2, 8))

@@ -186,7 +186,7 @@ def test_as_in_one_process(rank: int, world_size: int, use_reentrant: bool) -> N
 @on_ranks(2)
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non_reentrant"])
 def test_stepped_in_backward(rank: int, world_size: int, use_reentrant: bool) -> None:
-    """A unit that several reentrant checkpoints use needs its parameters after its step: an error. All else is right."""
+    """A unit that several reentrant checkpoints use needs its parameters after its step: an error. The rest is right"""
     for route in ("ab", "AB", "aba", "ABA", "AbA", "aabAbB"):
         plain = Routed(route, use_reentrant)
         models = [sharded_routes(plain) for _ in range(2)]

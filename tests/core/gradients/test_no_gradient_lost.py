@@ -20,37 +20,6 @@ from tests.helpers.two_units import STAYS, backward, evaluate, layers, loss, pai
 # --- backwards that reach a unit by no output of it -------------------------------------------------------------------
 
 
-class Keeps(nn.Module):
-    """Its loss reads what the first layer computed; the second layer gets no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.first(x)
-        out: Tensor = self.second(self.kept.detach())
-        return out
-
-
-@on_ranks(2)
-def test_a_loss_of_a_kept_tensor(rank: int, world_size: int) -> None:
-    """Nothing was trained, and the gradient that was left made a later step wrong."""
-
-    def kept(model: Any, rank: int) -> None:
-        model(batch(0, rank, 4))
-        model.kept.square().sum().backward()
-
-    def both(model: Any, rank: int) -> None:
-        (model(batch(0, rank, 4)).sum() + model.kept.sum()).backward()
-
-    plain = Keeps()
-    model: Any = fully_shard(copy.deepcopy(plain))
-    for run in (kept, both):
-        check(model, plain, rank, world_size, run)
-
-
 class Head(nn.Module):
     """A language model without a loss; its head may be tied to the embedding."""
 

@@ -95,24 +95,6 @@ def test_training(rank: int, world_size: int, loss: Callable[[nn.Module, Tensor]
 
 
 @on_ranks(2)
-def test_backward_that_does_not_reshard(rank: int, world_size: int) -> None:
-    """Gradients are reduced all the same (torch's FSDP2 (2.13) leaves them unreduced, and `reshard` forgets them)."""
-
-    def backward(model: Any, step: int, rank: int) -> Tensor:
-        is_sharded = isinstance(model, fsdp2.FSDPModule)
-        if is_sharded:
-            model.set_reshard_after_backward(False)
-        value = vjp(model, batch(step, rank, 4))
-        value.backward()
-        for module in model.modules() if is_sharded else ():
-            if isinstance(module, fsdp2.FSDPModule):
-                module.reshard()
-        return value.detach()
-
-    Race(rank, world_size, Velocity, shard, backward, torch=False).run(3)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("loss", [vmap_of_grad, jvp])
 def test_frozen_since_forward(rank: int, world_size: int, loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
     """The unsharded parameter follows that within a transform, where torch refuses `requires_grad_`."""

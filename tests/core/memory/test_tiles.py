@@ -238,8 +238,6 @@ def test_what_tile_refuses() -> None:
 
     with pytest.raises(ArgumentError, match=r"expected an nn\.Linear or nn\.Embedding .* got Own"):
         tile(Own(2, 2), 2)
-    with pytest.raises(ArgumentError, match="got LayerNorm"):
-        tile(nn.LayerNorm(2), 2)  # type: ignore[type-var]
     for wrong in (0, 5, True, 2.0):
         with pytest.raises(ArgumentError, match="from 1 to the 4 rows"):
             tile(nn.Linear(3, 4), wrong)  # type: ignore[arg-type]
@@ -264,9 +262,6 @@ def test_what_fully_shard_refuses(rank: int, world_size: int) -> None:
     with pytest.raises(UnsupportedError, match="'weight' of this tiled TiledLinear is tied to another module's"):
         fully_shard(model)
     assert type(model.head.weight) is nn.Parameter and not isinstance(model, fsdp2.FSDPModule)
-    fully_shard(model.embed)
-    with pytest.raises(UnsupportedError, match="is tied"):
-        fully_shard(model.head)
     model = tied_and_tiled()
     fully_shard(model.head)
     with pytest.raises(UnsupportedError, match=r"'embed\.weight' is tied to 'weight' of a tiled layer"):
@@ -278,10 +273,6 @@ def test_what_fully_shard_refuses(rank: int, world_size: int) -> None:
         fully_shard(layer, ignored_params={layer.bias})
     with pytest.raises(MisuseError, match="sharded already"):
         tile(fully_shard(nn.Linear(4, 6)), 2)
-    with torch.no_grad():
-        layer.weight = nn.Parameter(torch.randn(4, 6).t())
-    with pytest.raises(UnsupportedError, match="not contiguous"):
-        fully_shard(layer)
     untiled = fully_shard(layer, ignored_params=set(layer.parameters()))
     assert untiled(torch.randn(2, 4)).shape == (2, 6)
 

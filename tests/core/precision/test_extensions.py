@@ -109,54 +109,33 @@ def test_training_in_place_of_the_gathered_buffer(rank: int, world_size: int) ->
 # --- what the functions are given -------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 4)
+@on_ranks(4, 2)
 def test_arguments(rank: int, world_size: int) -> None:
-    """Behaviour 149, 150: once an all-gather; `out` is None once, then always one object."""
+    """Behaviour 149, 150, 152: once an all-gather, with the shard axis alone; `out` is None once, then one object, of
+    which the memory is freed by reshard and there again at the next call."""
     policy = fsdp2.MixedPrecisionPolicy(output_dtype=torch.float32)
-    model, seen = extended(linears(3, 8), InPieces, mp_policy=policy, reshard_after_forward=True)
+    hsdp = mesh_2d(2, 2) if world_size == 4 else None
+    model, seen = extended(linears(3, 8), InPieces, mp_policy=policy, mesh=hsdp, reshard_after_forward=True)
     for step in range(2):
         run_step(model, rank, step, 8)
     num_calls = {name: len(calls) for name, calls in seen.items()}
     assert num_calls == {"pre": 4, "post": 4}, "once an all-gather: the functions may keep statistics"
     for mesh, size, stride, module, given in seen["pre"]:
-        assert isinstance(mesh, DeviceMesh) and mesh.ndim == 1 and mesh.size() == world_size
+        assert isinstance(mesh, DeviceMesh) and mesh.ndim == 1 and mesh.size() == 2
+        assert hsdp is None or (mesh == hsdp["shard"] and mesh.get_group() is hsdp.get_group("shard"))
         assert (tuple(size), tuple(stride)) == ((8, 8), (8, 1))
         assert isinstance(size, torch.Size)
         assert module is model[0]
         assert given == policy
     outs = [out for _, _, _, out in seen["post"]]
+    assert outs[-1].untyped_storage().nbytes() == 0
     model[0].unshard()  # no freed tensor below: pytest would print it, and crash
+    assert outs[-1].untyped_storage().nbytes() == 8 * 8 * 4
     assert outs[0] is None
     assert outs[1] is model[0].weight, "the parameter itself"
     assert all(out is outs[1] for out in outs[2:])
     for shapes, metadata, dtype, _ in seen["post"]:
         assert shapes == [(8, 8), (8, 8)] and metadata == {"rows": 8} and dtype == torch.float32
-
-
-@on_ranks(4)
-def test_mesh_with_hsdp(rank: int, world_size: int) -> None:
-    """Behaviour 149: the function gets the shard axis alone."""
-    mesh = mesh_2d(2, 2)
-    plain = linears(3, 8)
-    model, seen = extended(plain, InPieces, mesh=mesh)
-    run_step(model, rank, dim=8)
-    assert_gradients(model, reference_grads(plain, world_size, dim=8))
-    given = seen["pre"][0][0]
-    assert given.ndim == 1 and given.mesh_dim_names == ("shard",)
-    assert given == mesh["shard"] and given.get_group() is mesh.get_group("shard")
-
-
-@on_ranks(2)
-def test_memory(rank: int, world_size: int) -> None:
-    """Behaviour 152: what the function said to free is freed on reshard and there again when it is called next."""
-    model, seen = extended(linears(3, 8), InPieces, reshard_after_forward=True)
-    run_step(model, rank, dim=8)
-    out = seen["post"][-1][3]
-    assert out.untyped_storage().nbytes() == 0
-    model[0].unshard()
-    assert out.untyped_storage().nbytes() == 8 * 8 * 4
-    model[0].reshard()
-    assert out.untyped_storage().nbytes() == 0
 
 
 class Legacy(Wrapped):

@@ -32,7 +32,7 @@ LEFT_OUT = {
     "tests/parallel/test_ring_attention.py::test_compiled": COMPILES,
     "tests/core/errors/test_forgotten_root.py::test_silence": DDP,
     "tests/core/sharding/test_shared_frozen.py::test_ddp_outside_fsdp_inside": DDP,
-    "tests/core/precision/test_extensions.py::test_memory": ON_CPU,
+    "tests/core/precision/test_extensions.py::test_arguments": ON_CPU,
     "tests/core/sharding/test_sharded_params.py::test_identity_and_storage": ON_CPU,
     "tests/core/sharding/test_zero.py::test_memory_of_zero": ON_CPU,
     "tests/core/gradients/test_gradient_scaling.py::test_stream_of_the_all_reduce_hook": ITS_OWN,
