@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2.checkpoint
 from fsdp2 import OrderError, fully_shard
-from fsdp2.checks.emptied import is_marked, mark
 from fsdp2.init import materialize, seeded
 from tests.helpers.parity_models import full, local, shard_like
 from tests.helpers.ranks import on_ranks
@@ -207,25 +206,3 @@ def test_buffers_that_no_checkpoint_has(rank: int, world_size: int, resets: bool
         warnings.simplefilter("always")
         model(torch.ones(4)), model(torch.ones(4))
     assert ["to_empty allocated table, and" in str(each.message) for each in caught] == [True] * (not resets)
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.uint8, torch.bool]
-)
-@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 4, 5)])
-def test_marks(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """A mark is there until either end is written to; small tensors, and memory with gaps, have none."""
-    tensors = [torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype).permute(*range(len(shape))[::-1])]
-    for tensor in tensors:
-        mark(tensor)
-        assert is_marked(tensor) == (tensor.nbytes >= 4) and tensor._version == 0
-        tensor.view(-1)[-1:].data.fill_(1) if tensor.is_contiguous() else tensor.data.fill_(1)
-        assert not is_marked(tensor)
-    for tensor in (
-        torch.zeros(4, 6)[:, ::2],
-        torch.zeros(0, 3),
-        torch.zeros(3, device="meta"),
-        torch.zeros(1).expand(3),
-    ):
-        mark(tensor)
-        assert not is_marked(tensor) and (tensor.is_meta or not tensor.any())

@@ -28,7 +28,7 @@ from fsdp2.optim import local_optimizer
 from fsdp2.optim.on_disk import IN_MEMORY, DiskTensor, Place
 from tests.helpers.offloaded import layers, train, trained
 from tests.helpers.optimizers import assert_same
-from tests.helpers.parity_models import batch, local
+from tests.helpers.parity_models import local
 from tests.helpers.ranks import on_ranks
 from tests.helpers.small_disks import small_disk, small_files
 
@@ -297,31 +297,3 @@ def test_a_process_ends_while_it_steps(tmp_path: Path) -> None:
     code = ENDS.format(root=str(Path(fsdp2.__file__).parents[1]))
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120)
     assert done.stdout == "ends\n", done.stderr
-
-
-@on_ranks(1)
-def test_a_step_that_raises_leaves_the_state_before(rank: int, world_size: int, tmp_path: Path) -> None:
-    """In the file, for all who look; and room in memory for other units."""
-
-    class Failing(torch.optim.SGD):
-        fails = False
-
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-            super().step(closure)
-            if self.fails:
-                raise ZeroDivisionError("on purpose")
-
-    model = layers(Offload(tier=tmp_path))
-    optimizer = offload_optimizer(Failing, model.parameters(), lr=0.1, momentum=0.9, elementwise=True)
-    train(model, optimizer, rank, range(1))
-    before = [local(state["momentum_buffer"]).clone() for state in optimizer.state.values()]
-    for _ in range(3):
-        model(batch(0, rank)).sum().backward()
-        Failing.fails = True
-        optimizer.step()
-        with pytest.raises(ZeroDivisionError, match="on purpose"):
-            optimizer.wait()
-    Failing.fails = False
-    assert all(map(torch.equal, before, [local(state["momentum_buffer"]) for state in optimizer.state.values()]))
-    optimizer.step()
-    optimizer.wait()

@@ -66,11 +66,6 @@ def test_a_trail_is_bounded(trail: Trail, monkeypatch: pytest.MonkeyPatch) -> No
     assert trail.mark(ends_step=True)[0] == 1001 and trail.numbers[-1] == number_of(B)
 
 
-def test_other_numbers_of_microbatches_are_told_of_join() -> None:
-    finding = found(answer(0, A, STEP, wait="all-gather"), answer(1, A, A, wait="all-gather"))
-    assert finding.text.splitlines()[-1] == "  For ranks with different numbers of microbatches there is fsdp2.join."
-
-
 def test_groups_are_compared_each_for_itself() -> None:
     """Stages of a pipeline do different things in different groups."""
     one = Answer(0, {"g": Past((0, 1), 0, (A,)), "h": Past((0, 2), 0, (B,))})

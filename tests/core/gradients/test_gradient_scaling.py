@@ -74,16 +74,6 @@ def test_one_rank(rank: int, world_size: int, dtype: torch.dtype) -> None:
         assert reduced(model, 3.0) == expected
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("replicas", [1, 4])
-def test_one_rank_axis_of_hsdp(rank: int, world_size: int, replicas: int) -> None:
-    """Behaviour 109, 124, 131: an axis of size one divides nothing twice."""
-    model = dot(mesh_2d(replicas, 4 // replicas))
-    assert reduced(model, 2.0**rank) == 15 / 4
-    model.set_gradient_divide_factor(3)
-    assert reduced(model, 2.0**rank) == 5
-
-
 @on_ranks(2)
 def test_padding_of_an_uneven_direct_gradient_was_uninitialised(rank: int, world_size: int) -> None:
     """On the direct lane nothing ever wrote the padding, so an all-reduce hook that took a norm got garbage."""

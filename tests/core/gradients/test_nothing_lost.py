@@ -95,18 +95,6 @@ def test_an_inner_module_alone_after_a_step(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_an_optimizer_that_is_made_after_an_evaluation(rank: int, world_size: int) -> None:
-    """It has the shards. (Where they are not to be had a step says so: `optim/test_adopt_optimizer.py`.)"""
-    plain, model = pair()
-    evaluate(model, rank)
-    for each in (plain, model):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        backward(each, 0)
-        optimizer.step()
-    assert_same_values(model, plain)
-
-
-@on_ranks(2)
 def test_a_method_that_turns_gradients_off(rank: int, world_size: int) -> None:
     """Our hooks run outside of its decorator, and see that no output needs a gradient."""
 

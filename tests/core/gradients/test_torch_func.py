@@ -188,31 +188,3 @@ def test_its_own_parameters(rank: int, world_size: int, options: dict[str, Any])
     model.reset_iter_state()  # the root stays unsharded, and functional_call puts sharded parameters back
     model(X).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
-
-
-@on_ranks(2)
-def test_a_parameter_that_was_set_after_the_first_forward(rank: int, world_size: int) -> None:
-    """Put there by hand it was passed over as well; `load_state_dict(assign=True)` puts one there for good."""
-    model = make(fully_shard)
-    doubled = model[0].weight.detach() * 2
-    expected = nn.functional.linear(X, doubled.full_tensor(), model[0].bias.full_tensor())
-    before, model[0].weight = model[0].weight, nn.Parameter(doubled)
-    with pytest.raises(ArgumentError, match="assign=True"):
-        model(X)
-    model[0].weight = before
-    model.reset_iter_state()
-    model[0].load_state_dict({"weight": doubled, "bias": model[0].bias}, assign=True)
-    assert torch.equal(model[0](X), expected)
-
-
-@on_ranks(2)
-def test_a_module_without_direct_slots(rank: int, world_size: int) -> None:
-    """An RNN watches its attributes, so its parameters are set one by one."""
-    model = fsdp2.fully_shard(nn.RNN(4, 4))
-    x = torch.ones(2, 1, 4)
-    expected = model(x)[0]
-    model.reshard()
-    with pytest.raises(ArgumentError, match="weight_hh_l0"):
-        functional_call(model, {"weight_hh_l0": torch.zeros(4, 4)}, (x,))
-    model.reset_iter_state()
-    assert torch.equal(model(x)[0], expected)

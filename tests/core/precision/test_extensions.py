@@ -138,34 +138,17 @@ def test_arguments(rank: int, world_size: int) -> None:
         assert shapes == [(8, 8), (8, 8)] and metadata == {"rows": 8} and dtype == torch.float32
 
 
-class Legacy(Wrapped):
-    """The older form, which is given the mesh alone."""
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[Gathered, Any]:
-        self.note("pre", mesh)
-        return (self.plain,), None
-
-    fsdp_post_all_gather = InPlace.fsdp_post_all_gather
-
-
-@on_ranks(2, 4)
-def test_legacy_form(rank: int, world_size: int) -> None:
-    """Behaviour 149: a function of the mesh alone is still called."""
-    plain = linears(3, 8)
-    model, seen = extended(plain, Legacy)
-    race(model, plain, rank, world_size, 8)
-    assert all(mesh.size() == world_size for mesh in seen["pre"])
-
-
 @on_ranks(2, 4)
 def test_functions_on_the_instance(rank: int, world_size: int) -> None:
-    """Behaviour 148: set on the local tensor itself, of no special class; other parameters go their usual way."""
+    """Behaviour 148, 149: set on the local tensor itself, in the older form, of the mesh alone; other parameters go
+    their usual way."""
     plain = linears(3, 8)
     model = in_units(plain)
     calls: list[str] = []
 
     def patch(tensor: Any) -> None:
-        def pre(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> tuple[Gathered, Any]:
+        def pre(mesh: DeviceMesh) -> tuple[Gathered, Any]:
+            assert mesh.size() == world_size
             calls.append("pre")
             return (tensor.double(),), None
 
