@@ -159,17 +159,6 @@ def test_nobody_waits_for_a_collector_that_is_dead(
 # --- the watchdog -----------------------------------------------------------------------------------------------------
 
 
-def test_a_new_watchdog_forgets_groups_that_are_gone(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a model that outlives its process groups would be compared with the new ones, and ended."""
-    old, kept, world = cast(Any, (Group("old", (0, 1)), Group("kept", (0, 1)), Group("world", (0, 1))))
-    for group in (old, kept):
-        trail.trail_of(group)
-    monkeypatch.setattr(watchdog, "all_groups", lambda: [kept])
-    monkeypatch.setattr(type(dist.group), "WORLD", world)
-    Watchdog(world, Board(store, 0, 2)).close()
-    assert [group for group, _ in trail.trails()] == [kept]
-
-
 def test_an_error_is_explained_although_the_collector_ends(
     dog: Watchdog, store: Any, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

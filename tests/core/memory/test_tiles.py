@@ -1,23 +1,25 @@
 """`tile`: a layer that is gathered tile by tile computes and trains as one that is gathered whole."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, events, fully_shard, tile
+import fsdp2.checkpoint as fc
+from fsdp2 import MixedPrecisionPolicy, Offload, ZeroPolicy, events, fully_shard, tile
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.extras.comm_memory import FlatAllGather
 from fsdp2.runtime.storage import FlatStorage
 from tests.helpers.parity_models import mesh_2d
-from tests.helpers.ranks import on_ranks
+from tests.helpers.ranks import on_ranks, run_on_ranks
 from tests.helpers.tiled_models import (
     DIM,
     OUT,
@@ -189,22 +191,6 @@ def test_two_tiles_are_in_memory_at_most(rank: int, world_size: int, recomputes:
 
 
 @on_ranks(2)
-def test_tiles_are_gathered_one_after_the_other(rank: int, world_size: int) -> None:
-    """In forward each is gathered while the one before it computes; backward takes them in the reverse order."""
-    head = tile(nn.Linear(DIM, OUT), 3)
-    model = fully_shard(nn.Sequential(nn.Tanh(), head))
-    model(torch.randn(2, DIM)).sum().backward()
-    with events.record() as log:
-        model(torch.randn(2, DIM, requires_grad=True)).sum().backward()
-    seen = [(event.kind, event.unit[-1:]) for event in log if event.kind in ("all_gather", "reduce_scatter")]
-    gathers = [unit for kind, unit in seen if kind == "all_gather"]
-    assert gathers == ["0", "1", "2", "2", "1", "0"]
-    assert [unit for kind, unit in seen if kind == "reduce_scatter"] == ["2", "1", "0"]
-    forward = [(event.kind, event.unit[-1:]) for event in log if event.kind in ("unshard", "reshard")][:4]
-    assert forward == [("unshard", "0"), ("unshard", "1"), ("reshard", "0"), ("unshard", "2")]
-
-
-@on_ranks(2)
 def test_ways_to_shard(rank: int, world_size: int) -> None:
     """A tiled layer is a unit of its own, whoever shards it: a policy, a list, or a module around it."""
     plain = Small()
@@ -311,3 +297,142 @@ def test_a_tiled_root_is_finalised_by_hand(rank: int, world_size: int) -> None:
     layer(torch.ones(2, DIM)).sum().backward()
     layer.finalize_backward()
     torch.testing.assert_close(layer.bias.grad.full_tensor(), torch.full((OUT,), 2.0))
+
+
+# --- outside of forward and backward nothing knows tiles --------------------------------------------------------------
+
+
+def saves(rank: int, world_size: int, folder: str, tiles: int, dcp: bool) -> None:
+    _, model = pair(tiles) if tiles else pair()[::-1]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(tokens_of(0, 0)).square().mean().backward()
+    optimizer.step()
+    if dcp:
+        torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder)
+    else:
+        fc.save(folder, model=model, optimizer=optimizer)
+
+
+def loads(rank: int, world_size: int, folder: str, tiles: int, dcp: bool) -> dict[str, Any]:
+    """Everything whole, after a load into a model with other values."""
+    _, model = pair(tiles) if tiles else pair()[::-1]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(9)
+    if dcp:
+        state = model.state_dict()
+        torch.distributed.checkpoint.load({"model": state}, checkpoint_id=folder)
+    else:
+        fc.load(folder, model=model, optimizer=optimizer)
+    output = model(tokens_of(0, 0))  # reads the tiles
+    moments = {} if dcp else {str(i): each["exp_avg"].full_tensor() for i, each in enumerate(optimizer.state.values())}
+    return {"output": output.detach(), **{n: p.full_tensor().detach() for n, p in model.named_parameters()}, **moments}
+
+
+@pytest.mark.parametrize("dcp", [False, True], ids=["own", "dcp"])
+@pytest.mark.parametrize(("before", "after"), [(3, 0), (0, 5), pytest.param(3, 5, marks=pytest.mark.exhaustive)])
+def test_checkpoints_know_no_tiles(tmp_path: Any, dcp: bool, before: int, after: int) -> None:
+    """Saved with tiles and loaded without, and the other way round, on another number of ranks."""
+    folder = str(tmp_path / "saved")
+    run_on_ranks(saves, 2, folder=folder, tiles=before, dcp=dcp)
+    expected = run_on_ranks(loads, 2, folder=folder, tiles=before, dcp=dcp)[0]
+    for result in run_on_ranks(loads, 3, folder=folder, tiles=after, dcp=dcp):
+        assert result.keys() == expected.keys() and len(expected) == 6 + (0 if dcp else 5)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(result[name], tensor, rtol=0, atol=1e-6 if name == "output" else 0, msg=name)
+
+
+@on_ranks(2)
+def test_from_the_meta_device(rank: int, world_size: int) -> None:
+    """`materialize` gives the values of the model without tiles."""
+    models = []
+    for tiles in (0, 4):
+        with torch.device("meta"):
+            model: Any = Small()
+        if tiles:
+            tile(model.embed, tiles)
+            tile(model.head, 3)
+        models.append(fully_shard(model))
+        fsdp2.init.materialize(model, seed=0)
+    for one, other in zip(*(each.parameters() for each in models), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+    output = model(tokens_of(0, rank))
+    output.sum().backward()
+    with fsdp2.full_params(model):
+        assert torch.allclose(model(tokens_of(0, rank)), output, atol=1e-6)
+
+
+@on_ranks(2)
+def test_whole_parameters_copies_and_conversions(rank: int, world_size: int) -> None:
+    """`full_params`, `deepcopy`, `load_state_dict`, `to`: the tiles follow the layer's parameter."""
+    models = pair()
+    run(models, rank)
+    for each in models:
+        with fsdp2.full_params(each), torch.no_grad():
+            each.head.weight.mul_(2)
+            each.embed.weight.add_(1)
+    run(models, rank, 1)
+    copies = copy.deepcopy(models[0]), copy.deepcopy(models[1])
+    for each in models:
+        with torch.no_grad():
+            each.head.weight.zero_()
+    run(copies, rank, 2)
+    assert models[1](tokens_of(0, rank)).abs().max() <= models[1].head.bias.full_tensor().abs().max()
+    for assign in (False, True):
+        for one, other in zip(models, copies, strict=True):
+            state = {name: tensor.detach().clone() for name, tensor in other.state_dict().items()}
+            one.load_state_dict(state, assign=assign)
+            one.zero_grad()
+        run(models, rank, 3)
+    for each in models:
+        each.zero_grad()
+        each.to(torch.float64)
+    run(models, rank, 4)
+    assert models[1].head.weight.dtype is torch.float64
+
+
+@pytest.mark.parametrize("kind", ["local", "in_backward", "offload"])
+@on_ranks(2)
+def test_optimizers(rank: int, world_size: int, kind: str) -> None:
+    """A layer is stepped when the last of its tiles has its gradient, as one parameter."""
+    policy = {"offload_policy": Offload(grads=True)} if kind == "offload" else {}
+    models = pair(**policy)
+    make: Callable[..., Any] = fsdp2.offload_optimizer if kind == "offload" else fsdp2.local_optimizer
+    optimizers = [make(torch.optim.AdamW, each.parameters(), lr=1e-2) for each in models]
+    hooked: list[str] = []
+    models[1].head.weight.register_post_accumulate_grad_hook(lambda param: hooked.append(str(param.grad.shape)))
+    if kind == "in_backward":
+        for optimizer in optimizers:
+            fsdp2.step_in_backward(optimizer)
+    for step in range(3):
+        for each, optimizer in zip(models, optimizers, strict=True):
+            each(tokens_of(step, rank)).square().mean().backward()
+            if kind != "in_backward":
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(hooked) == step + 1
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(other.full_tensor(), one.full_tensor(), rtol=0, atol=2e-3)
+        equalise(models)
+        assert all(len(each.state) == 5 for each in optimizers)
+
+
+@on_ranks(2)
+def test_a_failing_step_leaves_nothing_behind(rank: int, world_size: int) -> None:
+    """Some tiles have reduced their gradients when backward raises; the next step begins anew."""
+    models = pair()
+    hooked: list[int] = []
+    models[1].head.weight.register_post_accumulate_grad_hook(lambda param: hooked.append(1))
+
+    def fail(grad: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    middle = models[1].head.tiles[1].register_forward_pre_hook(lambda _, args: args[0].register_hook(fail) and None)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        models[1](tokens_of(0, rank)).sum().backward()
+    middle.remove()
+    models[1].reset_iter_state()
+    models[1].zero_grad()
+    run(models, rank)
+    assert hooked == [1]
