@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp2
 from fsdp2.errors import ArgumentError
 from fsdp2.optim import LocalOptimizer, local_optimizer, offload_optimizer
-from tests.helpers.matrix_optimizers import train, value
+from tests.helpers.matrix_optimizers import train
 from tests.helpers.optimizers import CASES, Optim, assert_same, params_in
 from tests.helpers.parity_models import Stack, batch, full, local, shard_blocks
 from tests.helpers.ranks import on_ranks
@@ -205,39 +205,19 @@ def test_only_elementwise_optimizers(kind: type[Optim]) -> None:
         local_optimizer(torch.optim.SGD, [nn.Parameter(torch.ones(2))], differentiable=True)
 
 
-# Even and uneven rows, fewer rows than ranks, one row, one column, and sizes that fill no vector register.
-SHAPES = [(8, 3), (5, 2), (3, 7), (1, 4), (6, 1), (16, 16), (33, 5)]
-
-
-def wholes(seed: int = 0) -> list[Tensor]:
-    return [value(index, shape, seed) for index, shape in enumerate(SHAPES)]
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["fused", "offloaded"])
 def test_the_state_of_one_process(rank: int, world_size: int, kind: str) -> None:
     """`load_state_dict` takes whole tensors for sharded parameters. Each rank stepped with the rows of rank 0."""
     make = local_optimizer if kind == "fused" else offload_optimizer
     policy = {} if kind == "fused" else {"offload_policy": fsdp2.Offload()}
-    plain, other = (nn.ParameterList(wholes()) for _ in range(2))
-    alone = torch.optim.AdamW(plain, lr=1e-2, fused=True)
+    plain = Stack(dim=3, hidden=5, depth=1)
+    alone = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
     train(alone, range(1, 2))
-    other.load_state_dict(plain.state_dict())
-    model: Any = fsdp2.fully_shard(Holder(other), **policy)
+    model = shard_blocks(fsdp2, copy.deepcopy(plain), **policy)
     optimizer = make(torch.optim.AdamW, model.parameters(), lr=1e-2, fused=True)
     optimizer.load_state_dict(copy.deepcopy(alone.state_dict()))
     for each in (alone, optimizer):
         train(each, range(2, 4))
-    for param, own in zip(plain, other, strict=True):
+    for param, own in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(full(own), param, rtol=0, atol=1e-6)
-
-
-class Holder(nn.Module):
-    """Something to shard."""
-
-    def __init__(self, params: nn.ParameterList) -> None:
-        super().__init__()
-        self.params = params
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x

@@ -131,25 +131,6 @@ def test_resume_with_other_numbers_of_ranks(kind: str, how: str, tmp_path: Path)
         assert together(known[0], *run_on_ranks(resume, ranks, kind=kind, folder=folder, how=how)), ranks
 
 
-@on_ranks(4, 2)
-def test_the_same_entries_on_all_ranks(rank: int, world_size: int) -> None:
-    """Also on a rank that owns nothing, or collectives over the state hang (microsoft/dion issue 89)."""
-    optimizer = matrix_optimizer(Shampoo, sharded([value(0, (3, 4), 0), value(1, (6, 5), 0)]), lr=0.1)
-    train(optimizer, range(1), missing={(0, 0)})
-    train(optimizer, range(1, 2))
-    said: list[Any] = [None] * world_size
-    shown = [
-        (tuple(param.shape), name, each.shape, each.dtype, each.placements)
-        for param, state in optimizer.state.items()
-        for name, each in state.items()
-    ]
-    owned = [local_tensor(each).numel() for each in optimizer.state[params_in(optimizer)[0]].values()]
-    dist.all_gather_object(said, (shown, owned))
-    assert len(shown) == 6 and all(each[0] == shown for each in said)
-    owners = [rank for rank, (_, sizes) in enumerate(said) if sum(sizes)]
-    assert len(owners) == 1  # of one matrix
-
-
 @on_ranks(2, 3)
 def test_full_state_dict(rank: int, world_size: int) -> None:
     """As DCP gathers it. With plain tensors rank 0 would get empty ones for the matrices of other ranks, silently."""

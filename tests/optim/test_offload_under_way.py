@@ -10,25 +10,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import fsdp2
 from fsdp2 import Offload, checkpoint, offload_optimizer
-from tests.helpers.offloaded import Gate, optimizer_for, pending, step_late
+from tests.helpers.offloaded import Gate, layers, optimizer_for, pending, step_late
 from tests.helpers.optimizers import assert_same
 from tests.helpers.parity_models import batch
 from tests.helpers.ranks import on_ranks
-
-TWO_DTYPES = fsdp2.MixedPrecisionPolicy(param_dtype=torch.float32)
-
-
-def stack(policy: Offload | None, **options: Any) -> Any:
-    torch.manual_seed(0)
-    if policy is not None:
-        options["offload_policy"] = policy
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    if "mp_policy" in options:
-        model[1].double()
-        return fsdp2.fully_shard(model, **options)
-    for layer in model:
-        fsdp2.fully_shard(layer, **options)
-    return fsdp2.fully_shard(model, **options)
 
 
 class Interrupted:
@@ -52,7 +37,7 @@ def test_a_wait_is_interrupted(rank: int, world_size: int, tmp_path: Path) -> No
     """The step goes on. It was forgotten: a checkpoint because of the signal had parameters from the middle of it."""
     results = []
     for policy in (Offload(), None):
-        model = stack(policy)
+        model = layers(policy, depth=2)
         optimizer = optimizer_for(model.parameters(), policy)
         model(batch(0, rank)).square().mean().backward()
         gate = Gate()
@@ -76,7 +61,10 @@ def test_a_unit_with_two_dtypes(rank: int, world_size: int, tmp_path: Path) -> N
     """Stepped by two inner optimizers. The unit knew of the second only: the others could not be saved after a step."""
     results = []
     for policy in (Offload(), None):
-        model = stack(policy, mp_policy=TWO_DTYPES)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double())
+        options = {"offload_policy": policy} if policy else {}
+        fsdp2.fully_shard(model, mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.float32), **options)
         optimizer = optimizer_for(model.parameters(), policy)
         for step in range(2):
             model(batch(step, rank)).square().mean().backward()
@@ -100,7 +88,7 @@ class FailsAtFirst(torch.optim.SGD):
 @on_ranks(2)
 def test_gradients_of_a_step_that_failed(rank: int, world_size: int) -> None:
     """The next step takes its own gradients only: a weight without one stays where it is."""
-    model = stack(Offload())
+    model = layers(Offload(), depth=2)
     optimizer = offload_optimizer(FailsAtFirst, model[0].parameters(), lr=0.1, elementwise=True)
     before = model[0].weight.full_tensor(), model[0].bias.full_tensor()
     for has_weight in (True, False):
@@ -119,7 +107,7 @@ def test_gradients_of_a_step_that_failed(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_a_plain_dict_is_saved_after_a_step(rank: int, world_size: int, tmp_path: Path) -> None:
     """It has no hooks that wait for the step."""
-    model = stack(Offload())
+    model = layers(Offload(), depth=2)
     optimizer = optimizer_for(model.parameters(), Offload())
     model(batch(0, rank)).square().mean().backward()
     step_late(optimizer)
@@ -136,7 +124,7 @@ def test_gradients_with_other_placements(rank: int, world_size: int, grads: bool
     """Set by hand, and the same on all ranks. The shard of a shard was stepped."""
     results = []
     for policy in (Offload(grads=grads), None):
-        model = stack(policy)
+        model = layers(policy, depth=2)
         optimizer = optimizer_for(model.parameters(), policy)
         for param in model.parameters():
             whole: Tensor = torch.arange(1.0, 1.0 + param.numel()).view(param.shape)

@@ -48,7 +48,6 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "kept": lambda world_size: {"reshard_after_forward": False},
     "bf16": lambda world_size: {"mp_policy": BF16},
     "stage 0": lambda world_size: {"zero": fsdp2.ZeroPolicy(stage=0)},
-    "stage 1": lambda world_size: {"zero": fsdp2.ZeroPolicy(stage=1)},
     "stage 2": lambda world_size: {"zero": fsdp2.ZeroPolicy(stage=2)},
     "sharded replicas": lambda world_size: {
         "mesh": mesh_2d(2, world_size // 2),

@@ -66,15 +66,6 @@ def test_a_trail_is_bounded(trail: Trail, monkeypatch: pytest.MonkeyPatch) -> No
     assert trail.mark(ends_step=True)[0] == 1001 and trail.numbers[-1] == number_of(B)
 
 
-def test_groups_are_compared_each_for_itself() -> None:
-    """Stages of a pipeline do different things in different groups."""
-    one = Answer(0, {"g": Past((0, 1), 0, (A,)), "h": Past((0, 2), 0, (B,))})
-    two = Answer(1, {"g": Past((0, 1), 0, (A, A))})
-    three = Answer(2, {"h": Past((0, 2), 0, (B,))})
-    finding = examine({0: one, 1: two, 2: three}, {})
-    assert finding.kind == "fine" and finding.agreed == {"g": 1, "h": 1}
-
-
 def test_the_oldest_wait_is_what_is_waited_for() -> None:
     """Of a stream or of the process; one that has failed comes first."""
     now, has_come = time.monotonic(), [False, False]
@@ -155,6 +146,15 @@ FINDINGS: dict[str, tuple[str, list[Answer], dict[int, str]]] = {
         "gone",
         [replace(WAITS_IN_G, pasts={"g": Past((0, 1), 0, (A,))}), BEHIND_A_DEAD_ONE],
         {2: "was killed"},
+    ),
+    "stages of a pipeline do different things in different groups": (
+        "fine",
+        [
+            Answer(0, {"g": Past((0, 1), 0, (A,)), "h": Past((0, 2), 0, (B,))}),
+            Answer(1, {"g": Past((0, 1), 0, (A, A))}),
+            Answer(2, {"h": Past((0, 2), 0, (B,))}),
+        ],
+        {},
     ),
     # Two groups in another order: no trail differs, and each rank waits for the other. Seen once it is a moment.
     "a deadlock": ("unclear, deadlock", [WAITS_IN_G, WAITS_IN_H], {}),

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 from fsdp2 import MixedPrecisionPolicy, events, fully_shard
-from tests.helpers.models import Dot, add, grads, is_sharded, is_unsharded
+from tests.helpers.models import Dot, add, grads, is_unsharded
 from tests.helpers.one_process import in_units
 from tests.helpers.parity_models import Layers, assert_gradients, batch, count, mean_gradients
 from tests.helpers.ranks import on_ranks
@@ -21,22 +20,6 @@ def backward(model: nn.Module, step: int, rank: int, dim: int = 4) -> None:
 def both(model: nn.Module, rank: int) -> None:
     backward(model, 0, rank)
     backward(model, 1, rank)
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("raf", [True, False])
-def test_without_sync(rank: int, world_size: int, raf: bool) -> None:
-    """Behaviour 95: nothing is reduced, sharded grads stay None, parameters are resharded as ever."""
-    plain = Layers(2)
-    model = in_units(plain, reshard_after_forward=raf)
-    model.set_requires_gradient_sync(False)
-    with events.record() as log:
-        both(model, rank)
-    assert count(log, "reduce_scatter", "all_reduce") == {"reduce_scatter": 0, "all_reduce": 0}
-    assert is_sharded(model) and all(param.grad is None for param in model.parameters())
-    model.unshard()
-    both(plain, rank)
-    assert_close(model.scale.grad, plain.scale.grad)  # this rank's own sum
 
 
 @on_ranks(2)
@@ -101,7 +84,7 @@ def test_first_use_in_a_later_microbatch(rank: int, world_size: int, policy: Mix
 
 @on_ranks(2)
 def test_unsynced_gradients_are_the_unsharded_parameters(rank: int, world_size: int) -> None:
-    """Behaviour 101: `.grad` of the unsharded parameter, in the reduce dtype, one object; in-place edits count."""
+    """Behaviour 95, 101: on the unsharded parameter, in the reduce dtype, one object; in-place edits count."""
     model: Any = fully_shard(Dot(), mp_policy=BF16_FP32)
     add(model, 256, sync=False)
     assert model.weights[0].grad is None

@@ -263,7 +263,7 @@ def test_partial_reduction_of_hsdp(rank: int, world_size: int, case: str) -> Non
 
 @on_ranks(2, 4)
 def test_grad_dtypes_of_one_group(rank: int, world_size: int) -> None:
-    """Behaviour 123: reduced in the dtype that holds both, handed out in each parameter's own."""
+    """Behaviour 101, 123: reduced in the dtype that holds both, handed out in each parameter's own; so they wait."""
     model: Any = fully_shard(nn.Linear(4, 4))
     model.weight.grad_dtype = torch.bfloat16
     with events.record() as log:
@@ -272,6 +272,13 @@ def test_grad_dtypes_of_one_group(rank: int, world_size: int) -> None:
     assert (model.weight.grad.dtype, model.bias.grad.dtype) == (torch.bfloat16, torch.float32)
     mean = (1 + world_size) / 2
     assert (local(model.weight.grad) == mean).all() and (local(model.bias.grad) == 1).all()
+    model.set_requires_gradient_sync(False)
+    for rows in (256, 1):
+        model(torch.ones(rows, 4)).sum().backward()
+    model.unshard()
+    assert model.weight.grad.dtype == torch.bfloat16 and (model.weight.grad == 256).all()
+    assert model.bias.grad.dtype == torch.float32 and (model.bias.grad == 257).all()
+    model.reshard()
 
 
 @on_ranks(2)
@@ -287,20 +294,6 @@ def test_unused_parameter_without_a_grad_dtype(rank: int, world_size: int) -> No
     model.set_reduce_scatter_unused_params(True)
     model(batch(0, rank, 4)).sum().backward()
     assert (local(model.bias.grad) == 3).all()
-
-
-@on_ranks(2)
-def test_unsynced_gradients_in_the_grad_dtype(rank: int, world_size: int) -> None:
-    """Behaviour 101: without a reduce_dtype they wait in the parameter's grad_dtype: 256 + 1 in bf16 is 256."""
-    model: Any = fully_shard(nn.Linear(4, 4))
-    model.bias.grad_dtype = torch.bfloat16
-    model.set_requires_gradient_sync(False)
-    for rows in (256, 1):
-        model(torch.ones(rows, 4)).sum().backward()
-    model.unshard()
-    assert model.bias.grad.dtype == torch.bfloat16 and (model.bias.grad == 256).all()
-    assert model.weight.grad.dtype == torch.float32 and (model.weight.grad == 257).all()
-    model.reshard()
 
 
 @on_ranks(4)

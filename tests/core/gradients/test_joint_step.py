@@ -61,12 +61,14 @@ def build(kind: str, ranks: int) -> Model:
 
 
 class Training:
-    """One rank's. `failing`: whether it fails in the next step, and where."""
+    """One rank's. `failing`: whether it fails in the next step, and where. "around" accumulates, in two roots."""
 
     def __init__(self, kind: str, rank: int, ranks: int):
         self.replica = rank // 2 if kind == "tp" else rank  # ranks of one tensor-parallel group have the same batches
-        self.model = build(kind, ranks)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.roots = [build("fsdp", ranks) for _ in range(2)] if kind == "around" else [build(kind, ranks)]
+        self.model = self.roots[-1]
+        self.whole = nn.Sequential(*self.roots) if kind == "around" else self.model
+        self.optimizer = torch.optim.AdamW(self.whole.parameters(), lr=0.1)
         self.model.at = self.at
         self.model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda _: self.at("reduction"))
         self.failing = ""
@@ -80,22 +82,26 @@ class Training:
         """The text of the error; "" without one. A parameter is stepped only then."""
         inputs = [torch.full((4, 8), 0.1 * number + 0.01 * self.replica), torch.full((4, 8), 0.2 * number)]
         try:
-            with agree_on_step(self.model):
+            with agree_on_step(self.whole):
                 self.at("before")
-                self.model(inputs[0]).square().sum().backward()
+                for root in self.roots:
+                    root.set_requires_gradient_sync(len(self.roots) == 1)
+                self.whole(inputs[0]).square().sum().backward()
                 self.at("second microbatch")
-                self.model(inputs[1]).square().sum().backward()
+                for root in self.roots:
+                    root.set_requires_gradient_sync(True)
+                self.whole(inputs[1]).square().sum().backward()
                 self.at("after")
         except fsdp2.StepError as error:
-            assert all(param.grad is None for param in self.model.parameters())
+            assert all(param.grad is None for param in self.whole.parameters())
             return str(error)
-        fsdp2.clip_grad_norm_(self.model.parameters(), 1.0)
+        fsdp2.clip_grad_norm_(self.whole.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return ""
 
     def values(self) -> list[Tensor]:
-        return [param.to_local().clone() for param in self.model.parameters() if isinstance(param, DTensor)]
+        return [param.to_local().clone() for param in self.whole.parameters() if isinstance(param, DTensor)]
 
 
 def check(kind: str, rank: int, ranks: int, faults: dict[int, tuple[tuple[int, ...], str]]) -> None:
@@ -126,6 +132,12 @@ def test_bad_batches_are_as_if_they_had_not_been(rank: int, world_size: int) -> 
 def test_other_meshes(rank: int, world_size: int, kind: str) -> None:
     """Ranks that have failed begin nothing more over the replicas; the others stop at one place."""
     check(kind, rank, world_size, {2: ((2, 3), "forward"), 3: ((0, 1), "backward")})
+
+
+@on_ranks(2)
+def test_a_module_around_the_roots(rank: int, world_size: int) -> None:
+    """The gradients of a skipped first microbatch went into the next step."""
+    check("around", rank, world_size, {1: ((1,), "second microbatch"), 3: ((1,), "backward")})
 
 
 @on_ranks(4)
@@ -254,46 +266,6 @@ def test_one_process() -> None:
     after = torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(after, torch.rand(1))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("where", ["second microbatch", "backward"])
-def test_a_module_around_the_roots(rank: int, world_size: int, where: str) -> None:
-    """Of a module around two roots the gradients of a skipped first microbatch went into the next step."""
-    skipped: list[str] = []
-
-    def trained(places: list[str]) -> list[Tensor]:
-        around = nn.Sequential(build("fsdp", world_size), build("fsdp", world_size))
-        optimizer = torch.optim.AdamW(around.parameters(), lr=0.1)
-        torch.manual_seed(rank)
-        for place in places:
-
-            def fail(at: str, bad: str = place) -> None:
-                if rank == 1 and at == bad:
-                    raise Bad("too long")
-
-            around[1].at = fail
-            x = torch.full((4, 8), 0.7 if place else 0.1)
-            try:
-                with agree_on_step(around):
-                    for part in around:
-                        part.set_requires_gradient_sync(False)
-                    around(x).square().sum().backward()
-                    fail("second microbatch")
-                    for part in around:
-                        part.set_requires_gradient_sync(True)
-                    around(2 * x).square().sum().backward()
-            except fsdp2.StepError:
-                skipped.append(place)
-                continue
-            optimizer.step()
-            optimizer.zero_grad()
-        return [param.to_local().clone() for param in around.parameters() if isinstance(param, DTensor)]
-
-    expected = trained(["", ""])
-    found = trained(["", where, ""])
-    assert skipped == [where]
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 class Scarce:

@@ -33,17 +33,13 @@ def test_default(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [True, 2])
 def test_reshard_all(rank: int, world_size: int, raf: bool | int) -> None:
-    """Behaviour 47, 48, 50: the root is resharded last; its pre-backward gathers it and prefetches the last layer."""
+    """Behaviour 47, 48, 50: the root is resharded last; its pre-backward gathers it and prefetches the last layer. With
+    False nothing is resharded in forward, and nothing unsharded in backward."""
     forward, backward = orders(in_units(Layers(3), reshard_after_forward=raf), rank)
     assert forward.endswith("-2 -root")
     assert backward == "+root +2 +1 -2 +0 -1 -0 -root"
-
-
-@on_ranks(2)
-def test_keep_all(rank: int, world_size: int) -> None:
-    """Behaviour 47, 48, raf=False: nothing is resharded in forward, nothing unsharded in backward."""
-    found = orders(in_units(Layers(3), reshard_after_forward=False), rank)
-    assert found == ("+root +0 +1 +2", "-2 -1 -0 -root")
+    kept = orders(in_units(Layers(3), reshard_after_forward=False), rank)
+    assert kept == ("+root +0 +1 +2", "-2 -1 -0 -root")
 
 
 class Late(Layers):
