@@ -77,7 +77,7 @@ def initialised(mode: str | None) -> tuple[Zoo, Tensor]:
 # --- whole models -----------------------------------------------------------------------------------------------------
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(2, 4)
 @every_mode
 def test_a_model_is_that_of_one_process(rank: int, world_size: int, mode: str) -> None:
     """From the meta device, as a training script does it; the first loss is the same, too."""

