@@ -33,7 +33,7 @@ def test_names_and_order(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_child_before_root(rank: int, world_size: int) -> None:
-    """Behaviour 39: a child that ran alone first is a root; running its parent then is an error naming it."""
+    """Behaviour 37, 39: a child that ran alone first is a root; running its parent then is an error naming it."""
     model = in_units(linears(2))
     model[1](batch(0, rank, 4))
     text = error_of(RuntimeError, lambda: model(batch(0, rank, 4)))
