@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint.run import committing
 from fsdp2.checkpoint.run.folders import delete, replace_folder, sweep
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage import local
@@ -133,19 +132,6 @@ def test_a_checkpoint_that_was_set_aside_is_not_replaced_unasked(rank: int, worl
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_what_a_user_made_in_place_of_one_that_was_set_aside(tmp_path: Path) -> None:
-    save(tmp_path / "a", 1.0)
-    set_aside(tmp_path / "a", NONCES[0])
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="has files in it and is no checkpoint"):
-        save(tmp_path / "a", 2.0, overwrite=True)
-    assert value_at(tmp_path / "a") == 1.0
-    (tmp_path / "a" / "notes.txt").unlink()
-    save(tmp_path / "a", 2.0, overwrite=True)
-    assert value_at(tmp_path / "a") == 2.0
-
-
 @pytest.mark.parametrize("nonces", [NONCES, NONCES[::-1]], ids=["older first", "newer first"])
 def test_of_two_that_were_set_aside_the_newer_counts(nonces: list[str], tmp_path: Path) -> None:
     """Whatever they are called, and whatever a user has put beside the files of the older one since."""
@@ -210,23 +196,6 @@ def test_killed_while_replacing_beside_older_ones(stale: list[str], tmp_path: Pa
     assert value_at(root / "a") == 3.0
     assert found == sorted(found) and {*found} == {2.0, 3.0}
     assert found.count(2.0) == len(stale) + 2
-
-
-# --- a manifest that could not be read --------------------------------------------------------------------------------
-
-
-@on_ranks(1, 2)
-def test_a_manifest_that_could_not_be_read_is_not_written(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Whatever values lead to it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(committing, "MAX_MANIFEST_BYTES", 10)
-        with pytest.raises(CheckpointError, match=r"nothing was saved, because its manifest could not be parsed.*10"):
-            save(tmp_path, 1.0, step=1)
-        dist.barrier()
-    assert checkpoint.checkpoints(tmp_path) == []
-    assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob(MANIFEST))
-    save(tmp_path, 2.0, step=1)
-    assert value_at(tmp_path / "step-00000001") == 2.0
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------
@@ -302,10 +271,3 @@ def test_errors_of_the_disk_name_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     unreadable(monkeypatch, *tmp_path.glob("a/*.safetensors"))
     with pytest.raises(OSError, match=r"Input/output error: '.*model-rank-00000-of-00001\.safetensors'"):
         value_at(tmp_path / "a")
-
-    def full(fd: int, buffers: Any, offset: int) -> int:
-        raise OSError(122, "Disk quota exceeded")
-
-    monkeypatch.setattr(os, "pwritev", full)
-    with pytest.raises(OSError, match=r"Disk quota exceeded: '.*model-rank-00000-of-00001\.safetensors'"):
-        save(tmp_path / "b", 1.0)

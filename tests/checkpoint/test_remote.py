@@ -41,10 +41,12 @@ def fresh_stores() -> Iterator[None]:
 # --- URLs -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("url", ["simplecache::s3://bucket/x", "s3://bucket/run*", "s3://bucket/run[1]"])
-def test_urls_that_are_refused(url: str) -> None:
-    with pytest.raises(ArgumentError, match=url.split("/")[0].rstrip(":")):
-        RemoteStorage(url)
+def test_urls_that_are_refused() -> None:
+    for url in ("simplecache::s3://bucket/x", "s3://bucket/run*"):
+        with pytest.raises(ArgumentError, match=url.split("/")[0].rstrip(":")):
+            RemoteStorage(url)
+    with pytest.raises(UnsupportedError, match=r"sftp://host/x: expected a local folder, or one of abfs,.* s3"):
+        RemoteStorage("sftp://host/x")
 
 
 def test_which_storage_a_name_means(tmp_path: Path) -> None:
@@ -61,11 +63,6 @@ def test_without_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(UnsupportedError, match=r"memory://run: .* pip install 'fsdp2\[remote\]'"):
         save("memory://run", model={"w": torch.ones(2)})
-
-
-def test_what_is_no_object_store() -> None:
-    with pytest.raises(UnsupportedError, match=r"sftp://host/x: expected a local folder, or one of abfs,.* s3"):
-        RemoteStorage("sftp://host/x")
 
 
 def test_errors_of_clients_become_os_errors(tmp_path: Path) -> None:
@@ -262,26 +259,15 @@ def hanging(at: str, work: Callable[[], object], fails: bool = False) -> Iterato
     thread.join()
 
 
-def test_of_two_saves_that_come_to_the_manifest_one_counts(tmp_path: Path) -> None:
-    """Each had seen that there is none, then the second wrote over the first one's, whose clean-up had deleted its
-    files: nothing was left of either."""
-    run = bucket(tmp_path)
-    with hanging(MANIFEST, lambda: save(run, model={"w": torch.ones(2)}, step=1)) as errors:
-        save(run, model={"w": torch.full((2,), 2.0)}, step=1)
-    assert "another save has completed a checkpoint there" in str(errors)
-    found = {"w": torch.zeros(2)}
-    load(f"{run}/step-00000001", model=found)
-    assert found["w"].eq(2).all()
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_late_save_does_not_spoil_the_one_that_took_its_place(fails: bool, tmp_path: Path) -> None:
-    """A save hangs in an upload; the run is started anew, and saves that step; then the first one moves again."""
+@pytest.mark.parametrize(("at", "fails"), [("optimizer", True), ("optimizer", False), (MANIFEST, False)])
+def test_a_late_save_does_not_spoil_the_one_that_took_its_place(at: str, fails: bool, tmp_path: Path) -> None:
+    """A save hangs in an upload; the run is started anew, and saves that step; then the first one moves again. If both
+    had seen that there was no manifest, nothing was left of either."""
     run = bucket(tmp_path)
     late, later = trained(), trained()
-    with hanging("optimizer", lambda: save(run, model=late[0], optimizer=late[1], step=1), fails) as errors:
+    with hanging(at, lambda: save(run, model=late[0], optimizer=late[1], step=1), fails) as errors:
         save(run, model=later[0], optimizer=later[1], step=1)
-    assert errors
+    assert errors and (at != MANIFEST or "another save has completed a checkpoint there" in str(errors))
     found = trained()
     load(latest(run) or "", model=found[0], optimizer=found[1])
     assert_same(values(*found), values(*later))
