@@ -131,16 +131,6 @@ def flip(raw: bytearray, chance: random.Random) -> None:
     raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
 
 
-def overwrite(raw: bytearray, chance: random.Random) -> None:
-    at = chance.randrange(len(raw))
-    raw[at : at + chance.choice([1, 2, 8, 64])] = chance.choice([b"\0", b"\xff", b" ", b"{", b'"', b"9"])
-
-
-def insert(raw: bytearray, chance: random.Random) -> None:
-    at = chance.randrange(len(raw))
-    raw[at:at] = chance.randbytes(chance.choice([1, 2, 8, 64]))
-
-
 def remove(raw: bytearray, chance: random.Random) -> None:
     at = chance.randrange(len(raw))
     del raw[at : at + chance.choice([1, 2, 8, 64])]
@@ -162,7 +152,7 @@ def zeros(raw: bytearray, chance: random.Random) -> None:
     raw[at : at + size] = bytes(size)
 
 
-ACCIDENTS: list[Callable[[bytearray, random.Random], None]] = [flip, overwrite, insert, remove, cut, move, zeros]
+ACCIDENTS: list[Callable[[bytearray, random.Random], None]] = [flip, remove, cut, move, zeros]
 
 
 def accident(folder: Path, chance: random.Random) -> None:

@@ -1,7 +1,6 @@
 """Foreign and hostile files that were once read wrongly, or for minutes, or into all of the memory."""
 
 import io
-import itertools
 import json
 import struct
 import time
@@ -43,18 +42,10 @@ def test_a_header_with_many_dims(dims: int) -> None:
     assert time.monotonic() - start < 2
 
 
-@pytest.mark.parametrize("place", ["tensor", "mesh"])
-def test_a_manifest_with_many_dims(tmp_path: Path, place: str) -> None:
+def test_a_manifest_with_many_dims(tmp_path: Path) -> None:
     folder = whole(tmp_path / "saved")
-
-    def edit(body: dict[str, Any]) -> None:
-        table = body["tables"][0]
-        if place == "mesh":
-            table["meshes"][0]["shape"] = [(1 << 62) - 1] * 80_000
-        else:
-            table["tensors"]["model"]["bias"][1] = [(1 << 62) - 1] * 80_000
-
-    edit_body(folder, edit)
+    shape = [(1 << 62) - 1] * 80_000
+    edit_body(folder, lambda body: body["tables"][0]["meshes"][0].update(shape=shape))
     start = time.monotonic()
     with pytest.raises(CorruptError, match="80000 dims; expected at most 64"):
         Manifest.parse((folder / "checkpoint.json").read_bytes(), "checkpoint.json")
@@ -125,10 +116,3 @@ def test_overlaps_are_found(drawn: tuple[int, list[Box]]) -> None:
     expected = "overlap" if (counts > 1).any() else "missing" if (counts == 0).any() else ""
     problem = problem_of(cover_of((3,) * ndim, parts))
     assert problem == expected or ({problem, expected} == {"overlap", "missing"} and counts.sum() <= counts.numel())
-
-
-def test_overlaps_in_more_dims_than_any_mesh_has() -> None:
-    eight = [Box(start, (1,) * 8) for start in itertools.product((0, 1), repeat=8)]
-    assert problem_of(cover_of((2,) * 8, eight)) == ""
-    assert problem_of(cover_of((2,) * 8, [*eight[1:], eight[1]])) == "overlap"
-    assert problem_of(cover_of((0, 3), [])) == ""

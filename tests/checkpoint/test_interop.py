@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
 )
 from torch.distributed.tensor import DTensor
@@ -167,20 +165,3 @@ def test_every_dtype_and_layout(tmp_path: Path, options: dict[str, Any]) -> None
     for name, value in state.items():
         left, right = found[name].contiguous(), value.contiguous()
         assert torch.equal(left.view(torch.uint8), right.view(torch.uint8)) if left.ndim else left == right, name
-
-
-def test_flat_model_at_the_top(tmp_path: Path) -> None:
-    """As torchtitan saves: the model's names at the top, the rest under keys; numbers and extra state besides."""
-    model = made(1)
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = {
-        **get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, trained(model, 0), options=options),
-        "train_state": {"step": torch.tensor(2), "losses": [0.5]},
-        "dataloader": {"position": 17},
-    }
-    save_dcp(tmp_path / "dcp", state)
-    other = made(2)
-    checkpoint.load(tmp_path / "dcp", model=other)
-    assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
-    assert checkpoint.describe(tmp_path / "dcp").left_out.keys() == {"'optimizer'", "'train_state'", "'dataloader'"}

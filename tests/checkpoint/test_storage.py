@@ -15,7 +15,7 @@ import pytest
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.checkpoint.storage.remote import RemoteStorage
-from fsdp2.errors import CheckpointError, CorruptError
+from fsdp2.errors import CorruptError
 
 pytest.importorskip("fsspec")
 
@@ -170,30 +170,6 @@ def test_a_disk_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, offset: 0)
     with pytest.raises(OSError, match="nothing could be written"):
         put(LocalStorage(), str(tmp_path / "x"), b"1")
-
-
-def test_readers_close_what_they_opened(tmp_path: Path) -> None:
-    """Also one whose file is no file, which says so."""
-    (tmp_path / "a").write_bytes(b"a")
-    os.mkfifo(tmp_path / "pipe")
-    storage = LocalStorage()
-    before = os.listdir("/dev/fd")
-    reader = storage.open_file(f"{tmp_path}/a")
-    assert len(os.listdir("/dev/fd")) == len(before) + 1
-    reader.close()
-    with pytest.raises(CorruptError, match="is not a regular file"):
-        storage.open_file(f"{tmp_path}/pipe")
-    assert len(os.listdir("/dev/fd")) == len(before)
-
-
-def test_what_cannot_be_opened(place: Place) -> None:
-    storage, root = place
-    storage.make_folder(storage.join(root, "folder"))
-    put(storage, storage.join(root, "folder/x"), b"1")
-    with pytest.raises(CheckpointError, match="missing: cannot be opened"):
-        storage.open_file(storage.join(root, "missing"))
-    with pytest.raises(CheckpointError, match="folder: is not a regular file"):
-        storage.open_file(storage.join(root, "folder"))
 
 
 def test_removal(place: Place) -> None:
