@@ -18,7 +18,7 @@ from fsdp2 import CheckpointError
 from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import describe
 from fsdp2.checkpoint.tools.inspection import verify
-from fsdp2.errors import ArgumentError, CorruptError
+from fsdp2.errors import CorruptError
 from tests.helpers.checkpoint_cases import assert_bits, mesh_of, put, random_bits, value_of
 from tests.helpers.hostile_checkpoints import flip
 from tests.helpers.ranks import run_on_ranks
@@ -121,14 +121,6 @@ def old(tmp_path: Path) -> Path:
     return tmp_path / "old" / "step-00000001"
 
 
-def test_damaged_source_leaves_nothing(old: Path, tmp_path: Path) -> None:
-    flip(old / "model-rank-00000-of-00001.safetensors", 1_500_000)
-    for options in TARGETS.values():
-        with pytest.raises(CorruptError, match="'w'"):
-            convert(old, tmp_path / "new", **options)
-        assert os.listdir(tmp_path) == ["old"]
-
-
 def test_what_was_there_stays_until_the_new_one_is_complete(old: Path, tmp_path: Path) -> None:
     fc.save(tmp_path / "new", model={"v": torch.ones(2)})
     with pytest.raises(CheckpointError, match="is a checkpoint already"):
@@ -136,25 +128,11 @@ def test_what_was_there_stays_until_the_new_one_is_complete(old: Path, tmp_path:
     convert(old, tmp_path / "new", overwrite=True)
     assert [one.name for one in describe(tmp_path / "new").tensors] == ["w"]
     flip(old / "model-rank-00000-of-00001.safetensors", 1_500_000)
-    with pytest.raises(CorruptError):
-        convert(old, tmp_path / "new", overwrite=True)
+    for options in TARGETS.values():
+        with pytest.raises(CorruptError, match="'w'"):
+            convert(old, tmp_path / "new", overwrite=True, **options)
     verify(tmp_path / "new")
     assert sorted(os.listdir(tmp_path)) == ["new", "old"]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"max_file_bytes": 0}, ArgumentError, "are positive"),
-        ({"dtype": torch.int8}, ArgumentError, "dtype is a floating point type"),
-    ],
-)
-def test_options_that_cannot_work(
-    options: dict[str, Any], error: type[Exception], message: str, old: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=message):
-        convert(old, tmp_path / "new", **options)
-    assert os.listdir(tmp_path) == ["old"]
 
 
 # --- whole processes --------------------------------------------------------------------------------------------------
@@ -190,25 +168,3 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     growth_mb = [int(number) for number in done.stdout.split()]
     assert max(growth_mb) < 100, growth_mb
-
-
-FEW_FILES = """
-import resource, sys, torch
-import fsdp2.checkpoint as fc
-resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90))
-tensors = {str(number): torch.full((100,), float(number)) for number in range(125)}
-fc.save(sys.argv[1], model=tensors, consolidated=True, max_file_bytes=400)
-fc.verify(sys.argv[1])
-fc.convert(sys.argv[1], sys.argv[2])
-for folder in sys.argv[1:]:
-    state = {name: torch.zeros(100) for name in tensors}
-    fc.load(folder, model=state)
-    assert all(torch.equal(state[name], value) for name, value in tensors.items())
-"""
-
-
-@pytest.mark.exhaustive
-def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
-    done = run(FEW_FILES, tmp_path / "many", tmp_path / "one")
-    assert done.returncode == 0, done.stderr
-    assert len(os.listdir(tmp_path / "many")) == 127

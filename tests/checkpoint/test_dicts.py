@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard
 
 import fsdp2.checkpoint as fc
 from fsdp2 import ZeroPolicy, fully_shard
@@ -22,7 +21,6 @@ from tests.helpers.checkpoint_cases import (
     check,
     filled,
     mesh_of,
-    put,
     shard,
     spoil,
     state_of,
@@ -57,26 +55,6 @@ def test_state_dict_of_a_model(rank: int, world_size: int, options: dict[str, An
         assert_part(name, value, seed=0 if name.startswith("blocks.1") else 1)
     with pytest.raises(MismatchError, match=r"blocks\.0\.up\.weight"):
         fc.load(tmp_path / "model", model=some)
-
-
-@on_ranks(2)
-def test_values_in_a_plain_dict(rank: int, world_size: int, tmp_path: Path) -> None:
-    """What is no tensor is filled in too."""
-    saved = {
-        "weight": torch.arange(3.0),
-        "epoch": 3,
-        "best": float("inf"),
-        "tag": ("a", None),
-        "scalar": torch.tensor(2),
-    }
-    fc.save(tmp_path / "a", model=saved)
-    weight = torch.zeros(3)
-    state: dict[str, Any] = {**dict.fromkeys(saved), "weight": weight, "scalar": torch.tensor(0)}
-    fc.load(tmp_path / "a", model=state)
-    assert state["weight"] is weight
-    assert torch.equal(weight, saved["weight"])
-    assert int(state["scalar"]) == 2
-    assert (state["epoch"], state["best"], state["tag"]) == (3, float("inf"), ("a", None))
 
 
 @on_ranks(2)
@@ -211,29 +189,6 @@ def test_one_axis_of_a_larger_mesh(
     check(other)
     for key, value in state_of(other, other_optimizer):
         assert_part(key, value)
-
-
-@on_ranks(4)
-def test_a_part_of_a_mesh(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Beside tensors on all of it: the other ranks would have the same."""
-    mesh, whole = mesh_of(2, 2), value_of("w", (7, 5))
-    tensors = {"both": put(whole, mesh, [Shard(1), Shard(0)])}
-    if rank < 2:
-        tensors["some_ranks"] = put(whole, mesh["b"], [Shard(0)])
-    with pytest.raises(CheckpointError, match=r"'some_ranks': is on ranks \[0, 1, 2, 3\], of which \[2, 3\] did not"):
-        fc.save(tmp_path / "b", model=tensors)
-
-
-@on_ranks(2)
-def test_an_optimizer_that_was_saved_as_a_dict(rank: int, world_size: int, tmp_path: Path) -> None:
-    """A sound checkpoint was called damaged, without its name."""
-    net = nn.Linear(2, 2)
-    fc.save(tmp_path / "a", model=net, optimizer={"m": torch.ones(2), "epoch": 1})
-    with pytest.raises(MismatchError, match=rf"{tmp_path.name}/a: the optimizer was saved as a dict"):
-        fc.load(tmp_path / "a", model=net, optimizer=torch.optim.AdamW(net.parameters()))
-    into = {"m": torch.zeros(2), "epoch": 0}
-    fc.load(tmp_path / "a", model=net, optimizer=into)
-    assert into["epoch"] == 1 and into["m"].eq(1).all()
 
 
 @on_ranks(2)

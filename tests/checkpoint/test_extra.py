@@ -3,10 +3,7 @@
 import collections
 import math
 import random
-import threading
-import time
 import types
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +12,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import RandomState
-from fsdp2.checkpoint.state import extra as extra_module
 from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
 from tests.helpers.checkpoint_cases import mesh_of, put
 from tests.helpers.ranks import on_ranks, run_on_ranks
@@ -172,22 +167,14 @@ class Text(str):
         type("Dict", (dict,), {})(a=1),
         type("Ordered", (collections.OrderedDict,), {})(a=1),
         types.MappingProxyType({"a": 1}),
-        collections.UserDict(a=1),
-        collections.ChainMap({"a": 1}),
         {1, 2},
-        draw,
         torch.float32,
         np.ones(3),
-        3j,
         collections.defaultdict(list),
         collections.namedtuple("Named", "a")(1),
         torch.Size([2]),
         torch.max(torch.eye(2), dim=0),
-        time.gmtime(0),
         np.float64(1),
-        np.longdouble(1),
-        np.complex64(1),
-        np.datetime64("2020-01-01"),
         np.str_("a"),
     ],
     ids=lambda value: type(value).__name__,
@@ -218,34 +205,6 @@ def test_sharded_tensors_in_extra(rank: int, world_size: int, tmp_path: Path) ->
     sharded = put(torch.arange(5.0), mesh_of(2), [torch.distributed.tensor.Shard(0)])
     with pytest.raises(ArgumentError, match="sharded"):
         checkpoint.save(tmp_path / "a", extra={"sharded": {"x": sharded}})
-
-
-def test_a_schedule_goes_on(tmp_path: Path) -> None:
-    """`MultiStepLR` keeps its milestones in a Counter. It came back as a dict, and within a `SequentialLR` (a warm-up
-    before it) the next step died on ``dict.elements``."""
-
-    def build() -> tuple[torch.optim.Optimizer, Any]:
-        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
-        warm, later = LinearLR(optimizer, 0.1, total_iters=2), MultiStepLR(optimizer, [2, 2, 5])
-        return optimizer, SequentialLR(optimizer, [warm, later], milestones=[5])
-
-    def rates(optimizer: torch.optim.Optimizer, schedule: Any, count: int) -> list[float]:
-        found = []
-        with warnings.catch_warnings(action="ignore"):  # SequentialLR calls what it consists of with an epoch
-            for _ in range(count):
-                optimizer.step()
-                schedule.step()
-                found.append(optimizer.param_groups[0]["lr"])
-        return found
-
-    optimizer, schedule = build()
-    expected = rates(optimizer, schedule, 12)
-    first, later = build(), build()
-    assert rates(*first, 4) == expected[:4]
-    checkpoint.save(tmp_path / "a", extra={"schedule": first[1]})
-    checkpoint.load(tmp_path / "a", extra={"schedule": later[1]})
-    later[0].param_groups[0]["lr"] = first[0].param_groups[0]["lr"]
-    assert rates(*later, 8) == expected[4:]
 
 
 @on_ranks(2)
@@ -279,43 +238,19 @@ def test_generators_come_back_last(tmp_path: Path) -> None:
 def test_how_deep_values_may_be_nested(tmp_path: Path) -> None:
     """Keys that are no strings take three levels of JSON, not two: what was saved could not be read."""
 
-    def nested(depth: int) -> Any:
-        return {0: nested(depth - 1)} if depth else "end"
+    def keyed(depth: int) -> Any:
+        return {0: keyed(depth - 1)} if depth else "end"
 
-    checkpoint.save(tmp_path / "a", extra={"deep": nested(30)})
-    assert checkpoint.load(tmp_path / "a").extra["deep"] == nested(30)
+    checkpoint.save(tmp_path / "a", extra={"deep": keyed(30)})
+    assert checkpoint.load(tmp_path / "a").extra["deep"] == keyed(30)
     with pytest.raises(CheckpointError, match=r"nothing was saved.*nested more than 100 levels"):
-        checkpoint.save(tmp_path / "b", extra={"deep": nested(38)})
+        checkpoint.save(tmp_path / "b", extra={"deep": keyed(38)})
     with pytest.raises(ArgumentError, match="nested more than 40 levels"):
-        checkpoint.save(tmp_path / "b", extra={"deep": nested(42)})
-
-
-def test_random_state_that_not_all_ranks_gave() -> None:
-    """A rank that gave none was asked for its generators."""
-    drawn = []
-    for rank in range(3):
-        with pytest.warns(UserWarning, match="reseeds its generators"):
-            RandomState().load_resharded([RandomState().state_dict(), None], rank, 3)
-        drawn.append(torch.rand(1).item())
-    assert len(set(drawn)) == 3
+        checkpoint.save(tmp_path / "b", extra={"deep": keyed(42)})
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_step_of_numpy(tmp_path: Path) -> None:
     """It failed after all had been written."""
     checkpoint.save(tmp_path, model={"w": torch.ones(2)}, step=np.int64(3))  # type: ignore[arg-type]
     assert checkpoint.load(tmp_path / "step-00000003", model={"w": torch.zeros(2)}).step == 3
-
-
-def test_extra_state_is_hashed_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The training thread waited a quarter of a second for 400 MB of a data loader's state. What changes after the call
-    is not what is saved."""
-    threads, real = [], extra_module._digest
-    monkeypatch.setattr(
-        extra_module, "_digest", lambda *args: (threads.append(threading.current_thread().name), real(*args))[1]
-    )
-    order = torch.arange(1000)
-    pending = checkpoint.save(tmp_path / "a", extra={"loader": {"order": order}}, async_op=True)
-    order.zero_()
-    pending.wait()
-    assert threads == ["fsdp2-save"]
-    assert checkpoint.load(tmp_path / "a").extra["loader"]["order"].tolist() == list(range(1000))

@@ -60,21 +60,10 @@ def test_what_a_module_derives_when_it_is_loaded(rank: int, world_size: int, how
         assert torch.equal(*(each.full_tensor() if hasattr(each, "full_tensor") else each for each in (value, here)))
 
 
-@on_ranks(2)
-def test_a_pre_hook_that_adds_what_is_missing(rank: int, world_size: int, tmp_path: Path) -> None:
-    """An older checkpoint has no bias: `strict=False` lets the hook decide, which sees that it is not there."""
-    model, other = sharded("pre-hook"), sharded("pre-hook")
-    checkpoint.save(tmp_path / "a", model={k: v for k, v in model.state_dict().items() if k != "0.bias"})
-    loaded = checkpoint.load(tmp_path / "a", model=other, strict=False)
-    assert loaded.missing == ["model '0.bias'"]
-    assert other[0].bias.full_tensor().eq(1).all()
-    assert torch.equal(other[0].weight.full_tensor(), model[0].weight.full_tensor())
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "SGD", "Adafactor", "ASGD", "RMSprop"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adafactor", "ASGD"])
 def test_a_fresh_optimizer_of_a_model_in_another_dtype(kind: str, tmp_path: Path) -> None:
     """An fp32 run goes on in bf16: moments in the parameters' dtype as after torch's loader, counters as they are."""
-    options: dict[str, Any] = {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
+    options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
     models = [nn.Linear(3, 4), *(nn.Linear(3, 4).bfloat16() for _ in range(2))]
     saved, here, by_torch = (getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options) for model in models)
     models[0](torch.ones(2, 3)).sum().backward()

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2 import ArgumentError, CheckpointError, MismatchError, checkpoint, fully_shard
-from fsdp2.checkpoint.tools.converting import convert
-from tests.helpers.dcp_saves import save_dcp
+from fsdp2 import CheckpointError, MismatchError, checkpoint, fully_shard
 from tests.helpers.ranks import on_ranks
 
 
@@ -80,17 +78,6 @@ def test_an_extra_state_of_a_model_that_has_no_memory_yet(tmp_path: Path) -> Non
     assert torch.equal(other.counts, torch.tensor([1.0, 2.0])) and not other.weight.is_meta
 
 
-def test_twins_that_differ_leave_a_model_without_memory_as_it_is(tmp_path: Path) -> None:
-    """It had memory already, with no values, when the error said that it does not fit."""
-
-    checkpoint.save(tmp_path / "a", model=Head(tied=False))
-    with torch.device("meta"):
-        other = Head(tied=True)
-    with pytest.raises(MismatchError, match="are stored apart with different values"):
-        checkpoint.load(tmp_path / "a", model=other)
-    assert other.embedding.weight.is_meta
-
-
 def test_the_optimizer_of_a_weight_whose_names_come_in_another_order(tmp_path: Path) -> None:
     """Its state was called missing under the one name, and unexpected under the other."""
     models = [Head(tied=True), Head(tied=True, reverse=True)]
@@ -102,14 +89,6 @@ def test_the_optimizer_of_a_weight_whose_names_come_in_another_order(tmp_path: P
     checkpoint.save(tmp_path / "a", model=models[0], optimizer=optimizers[0])
     checkpoint.load(tmp_path / "a", model=models[1], optimizer=optimizers[1])
     assert [state["momentum_buffer"].unique().item() for state in optimizers[1].state.values()] == [1.0]
-
-
-@on_ranks(2)
-def test_large_plain_weights_that_are_tied(rank: int, world_size: int, tmp_path: Path) -> None:
-    """They were stored twice, since their owners are chosen by name."""
-    weight = torch.zeros(600, 600)
-    checkpoint.save(tmp_path / "a", model=dict.fromkeys(("embed", "head", "other"), weight))
-    assert len(checkpoint.describe(tmp_path / "a").tensors) == 1
 
 
 @on_ranks(4)
@@ -134,10 +113,3 @@ def test_an_expanded_tensor(tmp_path: Path) -> None:
     into["b"] = into["b"].contiguous()
     checkpoint.load(tmp_path / "a", model=into)
     assert into["b"].tolist() == [3.0] * 4
-
-
-def test_a_converted_tensor_with_the_name_of_the_metadata(tmp_path: Path) -> None:
-    save_dcp(tmp_path / "a", {"model": {"__metadata__": torch.ones(2), "b": torch.ones(3)}})
-    with pytest.raises(ArgumentError, match="'__metadata__', a name that safetensors reserves"):
-        convert(tmp_path / "a", tmp_path / "b")
-    assert not (tmp_path / "b").exists()

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fsdp2 import MismatchError, checkpoint, fully_shard, local_optimizer
-from tests.helpers.parity_models import full
 from tests.helpers.ranks import on_ranks
 
 
@@ -151,22 +150,3 @@ def test_one_optimizer_that_became_two(rank: int, world_size: int, tmp_path: Pat
     assert loaded.unexpected == ["optimizer state of '2.bias'"]
     for number in range(1, 4):
         assert torch.equal(step(model, [optimizer], number), step(other, its, number))
-
-
-@on_ranks(2)
-def test_two_models(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Generator and discriminator, each with its optimizer."""
-    models = nn.ModuleDict({"generator": network(0), "discriminator": network(1)})
-    optimizers = {name: torch.optim.Adam(model.parameters(), lr=0.1) for name, model in models.items()}
-    for name in models:
-        step(models[name], [optimizers[name]], 1)
-    checkpoint.save(tmp_path / "a", model=models, optimizer=optimizers, step=None)
-    names = [tensor.name for tensor in checkpoint.describe(tmp_path / "a").tensors if tensor.section == "model"]
-    assert names[0] == "generator.0.weight" and names[-1] == "discriminator.2.bias"
-    others = nn.ModuleDict({"generator": network(2), "discriminator": network(3)})
-    its = {name: torch.optim.Adam(model.parameters()) for name, model in others.items()}
-    checkpoint.load(tmp_path / "a", model=others, optimizer=its)
-    for name in models:
-        assert torch.equal(step(models[name], [optimizers[name]], 2), step(others[name], [its[name]], 2))
-        for one, other in zip(models[name].parameters(), others[name].parameters(), strict=True):
-            assert torch.equal(full(one), full(other))

@@ -1,6 +1,5 @@
 """Weights that one rank reads for all, where reading fails or ranks ask differently: each of them learns of it."""
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch import nn
 
 from fsdp2 import checkpoint, fully_shard
 from fsdp2.checkpoint.matching import Matching
-from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError
+from fsdp2.errors import CheckpointError, CorruptError, MismatchError
 from tests.helpers.checkpoint_cases import spoil
 from tests.helpers.ranks import on_ranks
 
@@ -81,9 +80,6 @@ def test_names_are_told_to_all(rank: int, world_size: int, tmp_path: Path) -> No
         checkpoint.load_from_rank(folder, model=net, rank=1)
     loaded = checkpoint.load_from_rank(folder, model=net, rank=1, strict=False)
     assert (loaded.missing, loaded.unexpected) == (["model 'bias'"], ["model 'other'"])
-    assert loaded.folder == os.path.realpath(tmp_path)
-    with pytest.raises(ArgumentError, match=f"rank={world_size}: expected a rank of the group, 0 to {world_size - 1}"):
-        checkpoint.load_from_rank(folder, model=net, rank=world_size)
 
 
 @on_ranks(3)

@@ -74,11 +74,7 @@ def names_in(file: Path) -> list[str]:
 @on_ranks(2)
 @pytest.mark.parametrize(
     "kind",
-    [
-        "checkpoint_wrapper",
-        "compile_in_place",
-        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("compile", "compiled_root")),
-    ],
+    ["checkpoint_wrapper", "compile", pytest.param("compiled_root", marks=pytest.mark.exhaustive)],
 )
 def test_names_without_wrappers(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
     """A wrapper's part of a name is not stored, so a model loads with and without it."""
@@ -87,8 +83,6 @@ def test_names_without_wrappers(rank: int, world_size: int, kind: str, tmp_path:
         model = nn.Sequential(Block(), Block())
         if kind == "checkpoint_wrapper":
             model[0] = checkpoint_wrapper(model[0])
-        elif kind == "compile_in_place":
-            model[0].compile()
         elif kind == "compile":
             model[0] = torch.compile(model[0])
         fully_shard(model)

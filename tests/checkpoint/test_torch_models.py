@@ -119,22 +119,10 @@ from torch.distributed.fsdp import fully_shard
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def made(device):
-    with torch.device(device):
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
-    fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters())
-
-
-model, optimizer = made("cpu")
-model(torch.ones(1, 4)).sum().backward()
-optimizer.step()
-checkpoint.save({folder!r}, model=model, optimizer=optimizer)
-other, its_optimizer = made("meta")
-checkpoint.load({folder!r}, model=other, optimizer=its_optimizer)
-for one, two in zip(model.parameters(), other.parameters(), strict=True):
-    assert torch.equal(one.full_tensor(), two.full_tensor())
-    assert torch.equal(optimizer.state[one]["exp_avg"].full_tensor(), its_optimizer.state[two]["exp_avg"].full_tensor())
+model, other = fully_shard(torch.nn.Linear(4, 8)), fully_shard(torch.nn.Linear(4, 8, device="meta"))
+checkpoint.save({folder!r}, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+checkpoint.load({folder!r}, model=other, optimizer=torch.optim.AdamW(other.parameters()))
+assert torch.equal(model.weight.full_tensor(), other.weight.full_tensor())
 for name in sys.modules:
     if name.startswith(("fsdp2.runtime", "fsdp2.optim", "fsdp2.api", "fsdp2.comm")):
         print(name)

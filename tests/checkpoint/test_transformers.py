@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import stacked
-from fsdp2.errors import MismatchError, UnsupportedError
+from fsdp2.errors import UnsupportedError
 from tests.helpers.checkpoint_cases import assert_bits, spoil
 from tests.helpers.parity_models import shard_like
 from tests.helpers.ranks import on_ranks
@@ -110,29 +110,6 @@ def large() -> nn.Module:
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256, "num_local_experts": 8}
     config = transformers.MixtralConfig(vocab_size=8, num_hidden_layers=1, num_key_value_heads=1, **sizes)
     return transformers.MixtralForCausalLM(config)
-
-
-# --- what does not fit ------------------------------------------------------------------------------------------------
-
-
-def without(folder: Path, *names: str) -> None:
-    from safetensors.torch import load_file, save_file
-
-    (file,) = folder.glob("*.safetensors")
-    save_file({name: value for name, value in load_file(file).items() if name not in names}, file)
-
-
-def test_an_expert_is_missing(tmp_path: Path) -> None:
-    model = large()
-    model.save_pretrained(tmp_path / "b")
-    part = "model.layers.0.block_sparse_moe.experts"
-    without(tmp_path / "b", f"{part}.3.w2.weight", *(f"{part}.{number}.w3.weight" for number in range(8)))
-    with pytest.raises(MismatchError) as caught:
-        checkpoint.load(tmp_path / "b", model=model)
-    message = str(caught.value)
-    assert "model.layers.0.mlp.experts.down_proj': stored with shape [7, 64, 256], here [8, 64, 256]" in message
-    assert "missing in the checkpoint: model 'model.layers.0.mlp.experts.gate_up_proj'" in message
-    assert f"unexpected in the checkpoint: model '{part}.0.w1.weight'" in message
 
 
 def test_an_operation_that_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
