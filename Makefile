@@ -80,8 +80,6 @@ $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt --no-deps \
 	    ai2-olmo-core axolotl llamafactory nemo-automodel verl \
 	    addict bettermap codetiming dataclass-extensions importlib_resources
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
-	    --target $(CLIENTS)/torchao-for-torchtune torchao==0.15.0
 	@touch $@
 
 # vLLM does not need torch's packages for images and sound, whose builds may be for another torch.

@@ -12,7 +12,7 @@ MISSING = [
     name
     for name in (
         *("accelerate", "axolotl", "bitsandbytes", "lightning", "llamafactory", "nemo_automodel", "olmo_core", "peft"),
-        *("torchao", "torchtitan", "torchtune", "trl", "verl"),
+        *("torchao", "torchtitan", "trl", "verl"),
     )
     if find_spec(name) is None
 ]

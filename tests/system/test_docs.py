@@ -270,7 +270,7 @@ def test_versions_of_clients() -> None:
     )
     text = (ROOT / "docs" / "migration.md").read_text()
     rows = dict(re.findall(r"^\| ([\w.-]+) \| (?:torch )?(\d[\d.]*)", text, re.MULTILINE))
-    clients = {"torchtitan", "accelerate", "transformers", "trl", "lightning", "torchtune", "peft", "torchao"}
+    clients = {"torchtitan", "accelerate", "transformers", "trl", "lightning", "peft", "torchao"}
     assert clients <= {name.lower() for name in rows}
     named = [(name.lower(), version) for name, version in rows.items()]
     wrong = [(name, version) for name, version in named if name in pins and pins[name] != version]
