@@ -10,15 +10,10 @@ from typing import Any
 import datasets  # noqa: F401 - Accelerate does so at its first data loader: once here, not again in every rank
 import pytest
 import torch
-import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import ParallelismConfig, merge_fsdp_weights, set_seed
-from safetensors.torch import load_file
+from accelerate.utils import ParallelismConfig, set_seed
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.clients.clients import ROOT, TIMEOUT_S, Run, library_of, run_both, run_script
@@ -128,50 +123,6 @@ def test_parallelism_config(replicate: int, shard: int) -> None:
     both.assert_equal(rtol=1e-5, atol=1e-6)
 
 
-class ReplicateParallel:
-    """What Accelerate 1.15 imports from transformers to spread a module without a tensor-parallel plan. transformers
-    5.23 has it no more, so Accelerate's FSDP2 with tensor parallelism needs an older one, or this in its place."""
-
-    def prepare_module_tp(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        def whole_inputs(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-            return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
-
-        def plain_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-            return output.to_local()
-
-        return distribute_module(module, mesh, None, whole_inputs, plain_output)
-
-
-PLAN = {f"self_attn.{name}_proj": ColwiseParallel for name in ("q", "k", "v")} | {"self_attn.o_proj": RowwiseParallel}
-PLAN |= {"mlp.gate_proj": ColwiseParallel, "mlp.up_proj": ColwiseParallel, "mlp.down_proj": RowwiseParallel}
-
-
-def train_tensor_parallel(replicate: int = 1) -> Run:
-    take_cpus_for_accelerators()
-    set_seed(3)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **LAYERWISE)
-    parallel = ParallelismConfig(dp_replicate_size=replicate, dp_shard_size=2, tp_size=2)
-    accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=parallel)
-    model = llama()
-    for layer in model.model.layers:
-        plan = {name: style() for name, style in PLAN.items()}
-        parallelize_module(layer, accelerator.torch_device_mesh["tp"], plan)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    transformers.integrations.tensor_parallel.ReplicateParallel = ReplicateParallel
-    model, optim, data = accelerator.prepare(model, optim, loader())
-    losses, norms = steps(accelerator, model, optim, batches(data, 4))
-    notes = {"mesh": model.model.layers[0].mlp.up_proj.weight.device_mesh.shape}
-    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole_state(model)}, notes=notes)
-
-
-@pytest.mark.parametrize("replicate", [1, 2])
-def test_parallelism_config_with_tensor_parallelism(replicate: int) -> None:
-    """With replicas there are 2 x 2 x 2 ranks: replicas of shards of tensor-parallel parts."""
-    both = run_both(train_tensor_parallel, 4 * replicate, replicate=replicate)
-    both.assert_equal()
-    assert both.ours[0].notes == both.torch[0].notes == {"mesh": (2,) * (1 + replicate)}
-
-
 def train_context_parallel() -> Run:
     """Parameters are sharded over the ranks of both axes, data over the first only."""
     take_cpus_for_accelerators()
@@ -255,24 +206,3 @@ def test_save_and_load(tmp_path: Path, kind: str) -> None:
         after.assert_equal()
         assert after.ours[0].losses == before[0].losses
         assert after.ours[0].values["norms"] == before[0].values["norms"]
-
-
-def save_model(folder: str) -> Run:
-    accelerator, model, optim, data = prepared(tied_llama, **LAYERWISE)
-    losses, _ = steps(accelerator, model, optim, batches(data, 2))
-    accelerator.save_model(model, os.path.join(folder, "whole"))
-    accelerator.save_state(os.path.join(folder, "sharded"))
-    merge_fsdp_weights(os.path.join(folder, "sharded", "pytorch_model_fsdp_0"), os.path.join(folder, "merged"))
-    return Run(losses, library_of(model), values={"parameters": whole_state(model)})
-
-
-def test_whole_models(tmp_path: Path) -> None:
-    """`save_model` (a Hugging Face file) and a sharded checkpoint after `merge_fsdp_weights` have what was trained."""
-    runs = run_script(save_model, 2, "fsdp2", folder=str(tmp_path))
-    expected = runs[0].values["parameters"]
-    for path in (tmp_path / "whole", tmp_path / "merged"):
-        stored = load_file(path / "model.safetensors")
-        assert stored
-        assert stored.keys() <= expected.keys()
-        assert all(torch.equal(stored[name], expected[name]) for name in stored), path
-        assert expected.keys() - stored.keys() <= {"lm_head.weight"}  # tied

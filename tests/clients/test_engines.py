@@ -2,12 +2,10 @@
 
 import importlib
 import sys
-from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,11 +31,6 @@ def bare(*packages: str) -> None:
         assert spec is not None
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__path__ = spec.submodule_search_locations  # type: ignore[attr-defined]
-
-
-# python -m pip install --no-deps vllm==0.26.0 sglang==0.5.23
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm, also without what it depends on")
-needs_sglang = pytest.mark.skipif(find_spec("sglang") is None, reason="needs sglang, also without what it depends on")
 
 
 def uneven(world_size: int) -> nn.Module:
@@ -77,61 +70,3 @@ def test_verl_sends_what_has_changed(rank: int, world_size: int) -> None:
     for name, tensor in plan:
         assert rank or torch.equal(tensor, held[name]), name
     assert rank or changed == {name for name, _ in model.named_parameters()}
-
-
-@on_ranks(4, timeout_s=TIMEOUT_S)
-def test_verl_finds_the_same_places(rank: int, world_size: int) -> None:
-    """Where verl can tell by itself, from the placements of the parameters, it says what the adapter says."""
-    without("ray", "tensordict", "tensordict.tensorclass")
-    bare("verl.workers", "verl.workers.engine")
-    from verl.workers.engine.spec import ShardSpec, derive_dtensor_placement
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"])
-    params = dict(model.named_parameters())
-    for name, local, spec in engines().verl_shards(fsdp2.weights(model)):
-        place, contributes, _ = derive_dtensor_placement(ShardSpec.from_param(params[name]))
-        assert (spec.place, spec.contributes) == (place, contributes), name
-        assert torch.equal(local, params[name].to_local().reshape(-1))  # type: ignore[operator]
-
-
-@on_ranks(2, timeout_s=TIMEOUT_S)
-@needs_vllm
-def test_vllm_gets_a_source_and_patches(rank: int, world_size: int) -> None:
-    bare("vllm", "vllm.distributed", "vllm.distributed.weight_transfer")
-    without("vllm.config", "vllm.config.parallel", "vllm.config.weight_transfer", "vllm.distributed.utils")
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-
-    model = fully_shard(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
-    plan = fsdp2.weights(model, dtype=torch.bfloat16)
-    plan.full = partial(plan.full, 1)  # small buckets, since vLLM holds tensors of several
-    source = engines().vllm_source(plan)
-    assert isinstance(source, WeightSource)
-    assert all(isinstance(each, ParamMeta) for each in source.metadata())
-    for _ in range(2):
-        found = [*source]
-        assert [(each.name, each.dtype, each.shape) for each in source.metadata()] == [
-            (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in found
-        ]
-        assert all(torch.equal(tensor, dict(found)[name]) for name, tensor in plan)
-    known = plan.snapshot()
-    with torch.no_grad():
-        model[0].bias.add_(1)
-    (patch,) = engines().vllm_patches(plan, known)
-    assert patch.name == "0.bias" and patch.indices.dtype == torch.int32
-    assert torch.equal(patch.values, model[0].bias.full_tensor().bfloat16())
-
-
-@on_ranks(2, timeout_s=TIMEOUT_S)
-@needs_sglang
-def test_sglang_gets_buckets(rank: int, world_size: int) -> None:
-    bare("sglang", "sglang.srt", "sglang.srt.weight_sync")
-    model = fully_shard(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5)))
-    plan = fsdp2.weights(model, dtype=torch.bfloat16)
-    buckets = [*engines().sglang_buckets(plan, bucket_bytes=32)]
-    found = {name: tensor for bucket in buckets for name, tensor in bucket.reconstruct_tensors()}
-    expected = {name: tensor.clone() for name, tensor in plan}
-    assert len(buckets) > 1 and found.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())

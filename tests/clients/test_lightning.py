@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.clients.clients import Run, library_of, run_in_folders, run_script
@@ -23,14 +22,9 @@ STEPS, HALF, ACCUMULATE, MAX_NORM = 20, 10, 2, 0.5
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """The `parallelize_fn` of Lightning's documentation: tensor parallelism, then FSDP2."""
+    """The `parallelize_fn` of Lightning's documentation, without tensor parallelism."""
     transformer = model.transformer
-    layers = [*transformer.encoder.layers, *transformer.decoder.layers]
-    if mesh["tensor_parallel"].size() > 1:
-        plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
-        for layer in layers:
-            parallelize_module(layer, mesh["tensor_parallel"], plan)
-    for layer in layers:
+    for layer in [*transformer.encoder.layers, *transformer.decoder.layers]:
         fully_shard(layer, mesh=mesh["data_parallel"])
     return fully_shard(model, mesh=mesh["data_parallel"])
 
@@ -41,7 +35,7 @@ def loader(batch_size: int = 2) -> DataLoader:
 
 
 def norm_of(model: nn.Module) -> float:
-    """Of the gradients; those of several meshes are no business of torch's function."""
+    """Of the gradients."""
     norms = [torch.linalg.vector_norm(p.grad) for p in model.parameters()]
     return sum(norm.full_tensor().item() ** 2 for norm in norms) ** 0.5
 
@@ -49,18 +43,16 @@ def norm_of(model: nn.Module) -> float:
 # --- Fabric -----------------------------------------------------------------------------------------------------------
 
 
-def with_fabric(
-    folder: str, tensor_parallel: int = 1, empty: bool = False, whole_file: bool = False, resume: str | None = None
-) -> Run:
+def with_fabric(folder: str, empty: bool = False, whole_file: bool = False, resume: str | None = None) -> Run:
     """The loop of Fabric's documentation: `no_backward_sync`, `clip_gradients`, `save` and `load`."""
-    strategy = FabricStrategy(shard, 2, tensor_parallel, save_distributed_checkpoint=not whole_file)
-    fabric = lightning.Fabric(accelerator="cpu", devices=2 * tensor_parallel, strategy=strategy)
+    strategy = FabricStrategy(shard, 2, 1, save_distributed_checkpoint=not whole_file)
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     fabric.seed_everything(3)
     with fabric.init_module(empty_init=empty):
         model = Transformer(vocab_size=VOCAB)
     model = fabric.setup(model)
-    optim = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=tensor_parallel == 1))
+    optim = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
     data = iter(fabric.setup_dataloaders(loader()))
     state = {"model": model, "optimizer": optim, "step": 0}
     if resume:
@@ -69,8 +61,7 @@ def with_fabric(
             next(data)
     losses, norms = [], []
     for step in range(state["step"], STEPS):
-        # Dropout as it would be had the run not stopped; other on each rank that has other data.
-        torch.manual_seed(1000 * step + fabric.global_rank // tensor_parallel)
+        torch.manual_seed(1000 * step + fabric.global_rank)  # dropout as it would be had the run not stopped
         for micro in range(ACCUMULATE):
             with fabric.no_backward_sync(model, enabled=micro < ACCUMULATE - 1):
                 inputs, targets = next(data)
@@ -78,11 +69,7 @@ def with_fabric(
                 fabric.backward(loss / ACCUMULATE)
             losses.append(loss.item())
         norms.append(norm_of(model))
-        if tensor_parallel == 1:
-            fabric.clip_gradients(model, optim, max_norm=MAX_NORM)
-        else:  # parameters of two meshes: as one does by hand
-            for param in model.parameters():
-                param.grad.mul_(min(1.0, MAX_NORM / norms[-1]))
+        fabric.clip_gradients(model, optim, max_norm=MAX_NORM)
         optim.step()
         optim.zero_grad()
         if step + 1 == HALF:
@@ -105,10 +92,6 @@ def test_fabric(tmp_path: Path, empty: bool, whole_file: bool) -> None:
         for after, before in zip(resumed, runs, strict=True):
             assert after.losses == before.losses[HALF * ACCUMULATE :]
             assert after.values["norms"] == before.values["norms"][HALF:]
-
-
-def test_fabric_with_tensor_parallelism(tmp_path: Path) -> None:
-    run_in_folders(with_fabric, 4, tmp_path, tensor_parallel=2).assert_equal()
 
 
 # --- the Trainer ------------------------------------------------------------------------------------------------------

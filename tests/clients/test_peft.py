@@ -7,19 +7,15 @@ import datasets  # noqa: F401 - Accelerate does so at its first data loader: onc
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import set_seed
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.utils.other import fsdp_auto_wrap_policy
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
-from torch.utils.data import DataLoader, TensorDataset
 
 from tests.clients.clients import Run, library_of, run_both, run_script
-from tests.clients.training import LENGTH, VOCAB, llama, take_cpus_for_accelerators, train, whole
+from tests.clients.training import llama, train, whole
 
 
 def base_model() -> nn.Module:
@@ -123,46 +119,3 @@ def test_an_adapter_on_a_sharded_model() -> None:
     both.assert_equal()
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
     assert both.ours[0].values["shapes"][name] == (4, 32)
-
-
-def loader() -> DataLoader:
-    ids = torch.randint(VOCAB, (160, LENGTH), generator=torch.Generator().manual_seed(7))
-    return DataLoader(TensorDataset(ids), batch_size=2)
-
-
-def accelerated(folder: str, wrap: str) -> Run:
-    """Accelerate's FSDP2 plugin on a PEFT model, and the adapter alone in its checkpoint."""
-    take_cpus_for_accelerators()
-    set_seed(3)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-    accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2)
-    model = get_peft_model(base_model(), lora())
-    if wrap == "peft":
-        plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optim, data = accelerator.prepare(model, optim, loader())
-    losses, norms = [], []
-    for (ids,) in data:  # 20 steps of two micro-batches
-        with accelerator.accumulate(model):
-            loss = model(input_ids=ids, labels=ids).loss
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
-            optim.step()
-            optim.zero_grad()
-        losses.append(loss.item())
-    state = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        model.save_pretrained(folder, state_dict=state)
-    accelerator.wait_for_everyone()
-    return Run(losses, library_of(model), values={"norms": norms, "adapter": adapter(model)})
-
-
-@pytest.mark.parametrize("wrap", ["transformer", "peft"])
-def test_by_accelerate(tmp_path: Path, wrap: str) -> None:
-    both = run_both(accelerated, 2, folder=str(tmp_path), wrap=wrap)
-    both.assert_equal()
-    assert len(both.ours[0].losses) == 40 and len(both.ours[0].values["norms"]) == 20
-    stored = load_file(tmp_path / "adapter_model.safetensors")
-    assert stored
-    assert all(torch.equal(value, both.ours[0].values["adapter"][name]) for name, value in stored.items())

@@ -90,12 +90,6 @@ def test_the_trainer(tmp_path: Path, kind: str) -> None:
         assert resumed[0].values["norms"][-HALF:] == both.ours[0].values["norms"][HALF:]
 
 
-def test_the_trainer_checkpoints_activations(tmp_path: Path) -> None:
-    run_in_folders(
-        by_the_plugin, 2, tmp_path, gradient_checkpointing=True, tied=True, kind="FULL_STATE_DICT"
-    ).assert_equal()
-
-
 # --- from_pretrained, then fully_shard --------------------------------------------------------------------------------
 
 
@@ -160,15 +154,6 @@ def test_the_trainer_on_a_model_that_was_sharded_while_loading(tmp_path: Path, n
     degrees, data_ranks = DEGREES[name]
     source = save_source(name, tmp_path / "source")
     run_in_folders(load_and_train, len(data_ranks), tmp_path, source=source, degrees=degrees).assert_equal()
-
-
-def test_what_the_trainer_saves(tmp_path: Path) -> None:
-    """Weights only: the Trainer refuses to resume a model that was sharded while it was loaded."""
-    source = save_source("fsdp", tmp_path / "source")
-    options = {"save_strategy": "steps", "save_steps": HALF, "save_only_model": True, "max_steps": HALF}
-    both = run_in_folders(load_and_train, 2, tmp_path, source=source, degrees={"fsdp_size": 2}, **options)
-    both.assert_equal()
-    assert has_weights(tmp_path / "fsdp2" / f"checkpoint-{HALF}", both.ours[0])
 
 
 def clip(params: Any, max_norm: float) -> torch.Tensor:

@@ -85,9 +85,8 @@ def program(name: str, source: str, folder: str, options: dict[str, Any]) -> Run
 
 
 CASES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
-    "sft": ("sft", ["text"], {}),
+    "sft": ("sft", ["text"], {"gradient_checkpointing": True}),
     "sft-completion": ("sft", ["prompt", "completion"], {}),
-    "sft-checkpointing": ("sft", ["text"], {"gradient_checkpointing": True}),
     "sft-lora": ("sft", ["text"], {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}),
     "dpo": ("dpo", ["prompt", "chosen", "rejected"], {}),
 }
