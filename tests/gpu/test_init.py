@@ -53,16 +53,6 @@ def test_sharded_values_are_those_of_one_process(name: str, dtype: torch.dtype) 
             assert torch.equal(rows, whole.weight[: rows.shape[0]]), mode
 
 
-def test_generators_are_left_alone() -> None:
-    torch.manual_seed(1)
-    expected = torch.randn(3), torch.randn(3, device=DEVICE)
-    torch.manual_seed(1)
-    with fsdp2.init.seeded(5):
-        torch.randn(7, device=DEVICE)
-    for left, right in zip((torch.randn(3), torch.randn(3, device=DEVICE)), expected, strict=True):
-        assert torch.equal(left, right)
-
-
 @pytest.mark.parametrize("offload", [False, True])
 def test_materialize(offload: bool) -> None:
     """On the meta device, then memory where the parameters belong; replicas are sent over the mesh's own device."""

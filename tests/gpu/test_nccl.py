@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from benchmarks.gpu import groups
-from fsdp2 import checkpoint
 from fsdp2._torch.extras import group_allocates
 from fsdp2.comm import comm_for
 from fsdp2.comm.flat import FlatComm
@@ -187,26 +185,6 @@ def trains(rank: int, world_size: int, options: dict[str, Any]) -> None:
             torch.testing.assert_close(param.detach().cuda(), expected.detach(), rtol=1e-4, atol=1e-6)
 
 
-def saves(rank: int, world_size: int, folder: str) -> None:
-    """A save in the background, and a load into a model from the meta device that has other numbers."""
-    model = shard(layers())
-    optimizer = torch.optim.AdamW(model.parameters())
-    x = inputs(world_size)[rank : rank + 1]
-    steps(model, optimizer, x, fsdp2.clip_grad_norm_)
-    random = checkpoint.RandomState()
-    handle = checkpoint.save(folder, model=model, optimizer=optimizer, extra={"random": random}, async_op=True)
-    handle.wait()
-    drawn = torch.rand(3, device="cuda")
-    mesh = init_device_mesh("cuda", (world_size,))
-    other = shard(layers("meta"), mesh=mesh)
-    fsdp2.init.materialize(other, lambda each: [nn.init.normal_(param) for param in each.parameters()], seed=0)
-    resumed = torch.optim.AdamW(other.parameters())
-    checkpoint.load(folder, model=other, optimizer=resumed, extra={"random": random})
-    assert torch.equal(torch.rand(3, device="cuda"), drawn)
-    expected = steps(model, optimizer, x, fsdp2.clip_grad_norm_)
-    assert steps(other, resumed, x, fsdp2.clip_grad_norm_) == expected
-
-
 def step_of(model: nn.Module, x: torch.Tensor, fails: bool) -> None:
     loss = model(x).square().mean()
     if fails:
@@ -257,10 +235,6 @@ ALL = fsdp2.Offload(grads=True, params=True)
 )
 def test_training(options: dict[str, Any]) -> None:
     with_nccl_alone(2, trains, options)
-
-
-def test_checkpoint(tmp_path: Path) -> None:
-    with_nccl_alone(2, saves, str(tmp_path / "saved"))
 
 
 def test_agreement() -> None:

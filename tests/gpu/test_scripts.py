@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from benchmarks.gpu import delays, measure, sanitize, step
-from benchmarks.gpu.model import SHAPES, Llama, flops_per_token
 from benchmarks.gpu.variants import VARIANTS
 
 FOLDER = Path(step.__file__).parent
@@ -52,37 +51,11 @@ def test_variants_train_and_agree() -> None:
     assert losses["none"] == pytest.approx(losses["torch"], rel=0.1)
 
 
-@pytest.mark.parametrize("group", ["nothing", "timed", "nccl"])
-def test_groups(group: str) -> None:
-    result = step.run_one(step.parse([*DRY, "--group", group, "--steps", "1"]), "fsdp2")
-    assert result["about"]["ranks"] == (1 if group == "nccl" else 8)
-    assert len(result["losses"]) == step.WARMUP + 1 + 3 + 1  # timed, for memory, for the timeline
-
-
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.mark.exhaustive
-def test_delays(tmp_path: Path) -> None:
-    out = tmp_path / "delays.json"
-    delays.main([*DRY, "--settings", "microbatches,offload", "--steps", "1", "--out", str(out)])
-    report = json.loads(out.read_text())["settings"]
-    assert {name: of["changed_by"] for name, of in report.items()} == {"microbatches": [], "offload": []}
-    assert len(report["microbatches"]["expected"]) == 3 + 1  # a loss of each, and the parameters
-
-
-def test_a_change_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(setting: Any, where: str | None, *_: Any) -> list[str]:
-        return ["other" if where == "reduce" else "same"]
-
-    monkeypatch.setattr(delays, "train", train)
-    with pytest.raises(SystemExit, match="direct"):
-        delays.main([*DRY, "--settings", "direct", "--out", str(tmp_path / "d.json")])
-    assert json.loads((tmp_path / "d.json").read_text())["settings"]["direct"]["changed_by"] == ["reduce"]
 
 
 def test_sanitizer(tmp_path: Path) -> None:
@@ -109,12 +82,3 @@ def test_timeline() -> None:
     seconds = (found.compute, found.idle, found.communication, found.exposed)
     assert seconds == pytest.approx((40e-6, 10e-6, 20e-6, 10e-6))
     assert measure.timeline([], steps=2) is None
-
-
-def test_model_is_what_readme_says() -> None:
-    with torch.device("meta"):
-        model = Llama(SHAPES["1b"])
-    numel = sum(param.numel() for param in model.parameters())
-    assert f"{numel / 1e9:.3f} billion" in (FOLDER / "README.md").read_text()
-    in_products = numel - model.tokens.weight.numel()
-    assert flops_per_token(SHAPES["1b"]) == pytest.approx(6 * in_products, rel=0.2)

@@ -166,19 +166,3 @@ def test_a_gather_overlaps_the_compute_before_it() -> None:
             synchronize(DEVICE.type)
     taken = start.elapsed_time(end) / 1e3
     assert (num_units + 1) * seconds * 0.8 < taken < 1.4 * (num_units + 1) * seconds  # 16 one after the other
-
-
-def test_streams_survive_another_current_stream() -> None:
-    """A trainer that runs on a stream of its own gets the same numbers."""
-    results = []
-    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
-        with groups.simulated(8), torch.cuda.stream(stream), delays.deterministic():
-            torch.manual_seed(0)
-            model, optimizer = model_and_step()
-            tokens = some_tokens()
-            for _ in range(3):
-                one_step(model, optimizer, tokens)
-            results.append([param.to_local().detach().clone() for param in model.parameters()])
-            stream.synchronize()
-    for left, right in zip(*results, strict=True):
-        assert torch.equal(left, right)

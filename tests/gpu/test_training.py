@@ -1,10 +1,7 @@
-"""Training on a GPU gives what torch's FSDP2 gives there: as a world of one (where only torch's calls NCCL), over gloo
-as two ranks on one GPU, and as rank 0 of 8 of a simulated group (benchmarks/gpu/groups.py), whose copies make numbers
-deterministic."""
+"""Training on a GPU gives what torch's FSDP2 gives there, as rank 0 of 8 of a simulated group, whose copies make the
+numbers deterministic (benchmarks/gpu/groups.py). On several ranks: test_nccl.py."""
 
-import copy
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +19,6 @@ from benchmarks.gpu import delays, groups
 from benchmarks.gpu.model import SHAPES, Llama, loss_of
 from benchmarks.gpu.variants import Flat, direct
 from fsdp2.comm.base import Comm
-from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -36,42 +32,32 @@ def make_model(seed: int = 0) -> Llama:
         return Llama(SHAPE)
 
 
-def batch(step: int, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(SHAPE.vocab, (SHAPE.batch, SHAPE.length + 1), generator=generator).to(DEVICE)
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def shard(library: Any, model: Llama, mesh: DeviceMesh, mixed: bool = True, **options: Any) -> Any:
-    if mixed:
-        options["mp_policy"] = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+def shard(library: Any, model: Llama, mesh: DeviceMesh, **options: Any) -> Any:
+    options["mp_policy"] = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         library.fully_shard(block, mesh=mesh, **options)
     return library.fully_shard(model, mesh=mesh, **options)
 
 
-def train(
-    model: nn.Module, steps: int = 3, rank: int = 0, clip: Callable[..., Any] | None = None
-) -> list[torch.Tensor]:
-    """Losses, norms where it clips, and at the end the local parameters."""
-    with delays.deterministic():
-        return _train(model, steps, rank, clip)
-
-
-def _train(model: nn.Module, steps: int, rank: int, clip: Callable[..., Any] | None) -> list[torch.Tensor]:
+def train(model: nn.Module) -> list[torch.Tensor]:
+    """Losses, and at the end the local parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    results = []
-    for step in range(steps):
-        tokens, targets = batch(step, rank)
-        loss = loss_of(model(tokens), targets)
-        loss.backward()
-        results.append(loss.detach().clone())
-        if clip is not None:
-            norm = clip(model.parameters(), max_norm=0.5)
-            results.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*results, *(local(param) for param in model.parameters())]
+    losses = []
+    with delays.deterministic():
+        for step in range(3):
+            tokens, targets = batch(step)
+            loss = loss_of(model(tokens), targets)
+            loss.backward()
+            losses.append(loss.detach().clone())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*losses, *(local(param) for param in model.parameters())]
 
 
 def local(param: torch.Tensor) -> torch.Tensor:
@@ -82,22 +68,6 @@ def assert_same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
     """Bit for bit."""
     for number, (left, right) in enumerate(zip(actual, expected, strict=True)):
         assert torch.equal(left, right), f"number {number}: {left} is not {right}"
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("reshard", [False, True])
-def test_alone(mixed: bool, reshard: bool) -> None:
-    plain = make_model()
-    with groups.alone(DEVICE):
-        mesh = init_device_mesh(DEVICE.type, (1,))
-        models = [shard(each, copy.deepcopy(plain), mesh, mixed) for each in (fsdp2, torch_fsdp)]
-        for model in models:
-            for block in model.blocks:
-                block.set_reshard_after_forward(reshard)
-        actual, expected = (train(model) for model in models)
-        assert_close(actual, expected, rtol=1e-3, atol=1e-4)  # torch rounds gradients to bf16 before they are fp32
-        if not mixed:
-            assert_close(actual, train(plain), rtol=1e-5, atol=1e-6)
 
 
 LANES: dict[str, Comm] = {"direct": direct(0), "both": direct(1024), "flat": Flat()}
@@ -118,34 +88,6 @@ def test_lanes_give_what_torch_gives(replicas: int, monkeypatch: pytest.MonkeyPa
             assert_same(other, results[0])
         expected = train(shard(torch_fsdp, make_model(), mesh))
         assert_close(results[0], expected, rtol=1e-3, atol=1e-4)
-
-
-@on_ranks(2, timeout_s=120)
-@pytest.mark.parametrize("mixed", [False, True])
-def test_two_ranks_on_one_gpu(rank: int, world_size: int, mixed: bool) -> None:
-    """Over gloo, whose collectives take CUDA tensors: real data from another rank, on real streams. Clipped too."""
-    groups.take_gpu()
-    mesh = init_device_mesh(DEVICE.type, (world_size,))
-    ours = train(shard(fsdp2, make_model(), mesh, mixed), rank=rank, clip=fsdp2.clip_grad_norm_)
-    torchs = train(shard(torch_fsdp, make_model(), mesh, mixed), rank=rank, clip=torch.nn.utils.clip_grad_norm_)
-    assert_close(ours, torchs, rtol=1e-4, atol=1e-5)
-
-
-def test_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters and gradients live in pinned host memory; the numbers are those without."""
-    monkeypatch.setitem(fsdp2.comm.COMMS, groups.BACKEND, direct(1024))
-    with groups.simulated(8):
-        mesh = init_device_mesh(DEVICE.type, (8,))
-        model = shard(fsdp2, make_model(), mesh, offload_policy=fsdp2.CPUOffloadPolicy())
-        tokens, targets = batch(0)
-        loss_of(model(tokens), targets).backward()
-        for name, param in model.named_parameters():
-            assert isinstance(param, DTensor) and isinstance(param.grad, DTensor)
-            assert param.to_local().is_pinned() and param.grad.to_local().is_pinned(), name
-        model.zero_grad()
-        kept = shard(fsdp2, make_model(), mesh)
-        losses = [train(each)[:3] for each in (model, kept)]
-        assert_close(*losses, rtol=1e-4, atol=1e-5)
 
 
 def test_offloaded_memory_is_pinned_again() -> None:
@@ -179,21 +121,3 @@ def test_two_compute_dtypes_in_one_unit() -> None:
             rows = getattr(linear, name)[:16]
             assert rows.dtype == dtype
             assert torch.equal(rows, expected[name][:16].to(dtype)), name
-
-
-def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that were compiled (without a code generator, so that no compiler is needed) give the same."""
-    monkeypatch.setitem(fsdp2.comm.COMMS, groups.BACKEND, direct(1024))
-    losses = []
-    torch.compiler.reset()
-    with groups.simulated(8), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dynamo reports what it does not trace
-        mesh = init_device_mesh(DEVICE.type, (8,))
-        for compiles in (False, True):
-            model = make_model()
-            for block in model.blocks:
-                block.recomputes = False
-                if compiles:
-                    block.compile(backend="aot_eager")
-            losses.append(train(shard(fsdp2, model, mesh))[:3])
-    assert_close(*losses, rtol=1e-2, atol=1e-2)
