@@ -11,17 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.memory.tracking import Kind, Tracker, allocated, timeline
-from benchmarks.plan.cases import CASES, TENSOR_PLAN, Mlps, gpt, of_gpt, of_mlps, square
+from benchmarks.plan.cases import CASES, TENSOR_PLAN, Mlps, of_gpt, of_mlps, square
 from benchmarks.plan.truth import Truth, measure
 from fsdp2.errors import ArgumentError, OrderError, UnsupportedError
 from fsdp2.extras.offload import Offload
-from fsdp2.extras.zero import ZeroPolicy
 from fsdp2.parallel import ParallelConfig
 from fsdp2.plan import MACHINES, Comparison, Machine, Workload, compare, predict
 from fsdp2.plan.__main__ import main
-from fsdp2.plan.machine import seconds_of
-from fsdp2.watch import watchdog
-from fsdp2.watch.settings import settings
 from tests.helpers.mutants import mutated
 from tests.helpers.ranks import on_ranks, run_on_ranks
 
@@ -86,14 +82,6 @@ def test_what_is_counted_is_what_torch_allocates() -> None:
     assert max(moments) - moments[0] == pytest.approx(allocated(step), abs=64)
 
 
-def test_a_plan_watches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Absent ranks do not answer, and fake tensors cannot say which ranks a mesh has: plans failed where ranks are
-    compared."""
-    monkeypatch.setattr(watchdog, "Watchdog", lambda *_: pytest.fail("a plan has begun to watch"))
-    assert settings().is_on
-    assert predict(of_mlps(), ParallelConfig(), MACHINES["h100"], 64).fits
-
-
 def test_a_change_of_the_runtime_changes_the_plan() -> None:
     """One unit more that may wait to be freed is one unit more in the plan."""
     workload, config = of_mlps(), ParallelConfig()
@@ -133,16 +121,6 @@ def test_time_of_products() -> None:
     assert plan.exposed == pytest.approx(0, abs=1e-12)
 
 
-def test_time_of_messages() -> None:
-    """Where nothing else takes time, communication is exposed and takes its bytes at the rate of the link."""
-    plan = predict(LINEARS, BLOCKS, replace(IDLE, link=1e9, network=1e9), 8)
-    weights = DEPTH * DIM * DIM * 4
-    assert plan.collectives == {"all_gather": 2 * DEPTH, "reduce_scatter": DEPTH}
-    assert sum(plan.sent.values()) == 3 * weights * 7 // 8
-    assert plan.seconds == pytest.approx(sum(plan.sent.values()) / 1e9)
-    assert plan.exposed == pytest.approx(plan.seconds)
-
-
 def test_time_overlaps() -> None:
     """With both, less than the sum is needed, and no less than the longer one."""
     machine = replace(IDLE, flops={"float32": 1e9}, link=4e7, network=4e7)
@@ -160,24 +138,6 @@ def test_thousands_of_ranks(config: ParallelConfig) -> None:
     assert plan.peak.nbytes["parameters and buffers"] == DEPTH * rows * DIM * 4
     assert plan.peak.nbytes["optimizer states"] == 2 * DEPTH * rows * DIM * 4 + DEPTH * 4
     assert plan.seconds > predict(LINEARS, BLOCKS, MACHINES["h100"], 8).seconds
-
-
-def test_stages_of_zero() -> None:
-    """Stage 2 reduces in each backward, and gathers once a step; stage 1 keeps whole gradients for the last one."""
-    workload = replace(LINEARS, microbatches=3)
-    stages = {stage: predict(workload, BLOCKS, MACHINES["h100"], 8, zero=ZeroPolicy(stage=stage)) for stage in (1, 2)}
-    counts = {stage: plan.collectives for stage, plan in stages.items()}
-    assert counts[1] == {"all_gather": DEPTH, "reduce_scatter": DEPTH}
-    assert counts[2] == {"all_gather": DEPTH, "reduce_scatter": 3 * DEPTH}
-    held = {stage: max(each.nbytes["gradients"] for each in plan.timeline.samples) for stage, plan in stages.items()}
-    assert held[1] > held[2] and "ZeRO 1" in stages[1].name
-
-
-def test_on_the_cpu_the_host_computes() -> None:
-    """A unit's forward is one span, with what the host does between its operators."""
-    plan = predict(LINEARS, BLOCKS, replace(IDLE, op_seconds=1e-3, is_accelerator=False), 2)
-    forwards = [span.name for span in plan.timeline.spans if span.lane == "compute" and "forward blocks" in span.name]
-    assert len(forwards) == len(set(forwards)) == DEPTH
 
 
 SHARDS = DEPTH * DIM * DIM * 4 // 8
@@ -201,19 +161,6 @@ def test_offload_by_kind(offload: str, on_host: int) -> None:
     assert on_device.host_bytes == 0 and plan.peak.total < on_device.peak.total
 
 
-def test_steps_in_the_background_overlap() -> None:
-    """The host steps units while the device computes: longer than either, and shorter than both in turn."""
-    machine = replace(IDLE, flops={"float32": 1e9}, host_memory_bandwidth=1e8, host_link=1e30)
-    config = replace(BLOCKS, offload="gradients")
-    compute = predict(LINEARS, config, replace(machine, host_memory_bandwidth=1e30), 8).seconds
-    host = predict(LINEARS, config, replace(machine, flops={"float32": 1e30}), 8).seconds
-    both = predict(LINEARS, config, machine, 8)
-    assert host > 0.2 * compute
-    assert max(compute, host) <= both.seconds < 0.95 * (compute + host)
-    in_turn = predict(LINEARS, replace(BLOCKS, cpu_offload=True), machine, 8)
-    assert both.seconds < in_turn.seconds
-
-
 def test_the_meshes_of_a_plan_are_gone_with_it() -> None:
     """The next plan found the smaller mesh of an equal one, whose groups had been destroyed; so did a program that
     destroyed its process group and made another. Python's collection of cycles hid it."""
@@ -224,20 +171,6 @@ def test_the_meshes_of_a_plan_are_gone_with_it() -> None:
     finally:
         gc.enable()
     assert first.sent == second.sent
-
-
-@pytest.mark.exhaustive
-def test_a_frozen_base_on_the_host() -> None:
-    """It was counted as memory of the device."""
-    workload = of_gpt(lambda: gpt(frozen=True))
-    base = sum(param.nbytes for param in gpt(frozen=True).parameters() if not param.requires_grad)
-    gathered, copied = (
-        predict(workload, ParallelConfig(), MACHINES["h100"], 8, zero=ZeroPolicy(keep_frozen=keep))
-        for keep in (False, "host")
-    )
-    assert gathered.host_bytes == 0 and copied.host_bytes == base
-    assert copied.sent["all_gather"] < gathered.sent["all_gather"] / 20
-    assert copied.peak.total <= gathered.peak.total
 
 
 def test_activations_on_the_host() -> None:
@@ -378,11 +311,3 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="2"):
             main(["--world", "2", *wrong])
         assert error in capsys.readouterr().err
-
-
-def test_making_memory_takes_no_time() -> None:
-    """Operators that only say where memory is were planned as if they wrote it."""
-    slow, x = replace(IDLE, memory_bandwidth=1.0), torch.ones(4)
-    assert seconds_of(slow, torch.ops.aten.neg.default, (x,), {}, x, [x, x]) == 32
-    assert seconds_of(slow, torch.ops.aten.empty.memory_format, ([4],), {}, x, [x]) == 0
-    assert seconds_of(slow, torch.ops.aten.set_.source_Storage, (x, x.untyped_storage()), {}, x, [x, x]) == 0

@@ -21,13 +21,13 @@ def check_ends(jobs: Jobs, first: int, second: int) -> list[dict[str, torch.Tens
     return replayed
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(100, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("rounds", [4, pytest.param(30, marks=pytest.mark.exhaustive)])
 def test_a_rank_is_killed(tmp_path: Path, address: str, rounds: int) -> None:
     with Jobs(tmp_path, Config(address)) as jobs:
         check_ends(jobs, *kill_some(jobs, rounds, seed=rounds))
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(100, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(30, marks=pytest.mark.exhaustive)])
 def test_a_rank_is_killed_with_torchft(tmp_path: Path, rounds: int) -> None:
     coordination = pytest.importorskip("torchft.coordination")
     lighthouse = coordination.LighthouseServer(
@@ -40,7 +40,7 @@ def test_a_rank_is_killed_with_torchft(tmp_path: Path, rounds: int) -> None:
         lighthouse.shutdown()
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(30, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(12, marks=pytest.mark.exhaustive)])
 def test_the_writer_of_checkpoints_is_killed(tmp_path: Path, address: str, rounds: int) -> None:
     with Jobs(tmp_path, Config(address, saves_every=2)) as jobs:
         pair = kill_some(jobs, rounds, seed=rounds)
@@ -55,7 +55,7 @@ def test_the_writer_of_checkpoints_is_killed(tmp_path: Path, address: str, round
         assert all(torch.equal(param, replayed[step][name]) for name, param in model.named_parameters())
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(15, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("rounds", [1, pytest.param(6, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("stopped", [[1], [0, 1]], ids=["rank", "replica"])
 def test_one_stops_and_comes_back(tmp_path: Path, address: str, stopped: list[int], rounds: int) -> None:
     with Jobs(tmp_path, Config(address, timeout_s=1.5)) as jobs:

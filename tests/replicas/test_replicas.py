@@ -88,11 +88,9 @@ def test_a_step_without_which_others_went_on_is_not_committed(rank: int, world_s
     assert not replicas.commit()
     if rank == 0:
         store.set("round", before)
-    closed: list[int] = []
-    manager._server.close = lambda: closed.append(replicas.step)  # type: ignore[method-assign]
     replicas.begin()
     model(torch.ones(1, 5)).sum().backward()
-    assert replicas.commit() and closed == [0], "transfers end before the optimizer's step"
+    assert replicas.commit() and replicas.step == 1
     manager.shutdown()
 
 
@@ -102,10 +100,6 @@ def test_what_cannot_work_is_an_error(rank: int, world_size: int, address: str) 
     model, optimizer = sharded()
     with pytest.raises(ArgumentError, match="expected a module in which fully_shard"):
         Replicas(nn.Linear(2, 2), optimizer, manager)
-    model.set_all_reduce_hook(lambda flat: None)
-    with pytest.raises(ArgumentError, match="has a hook by set_all_reduce_hook"):
-        Replicas(model, optimizer, manager)
-    model, optimizer = sharded()
     fsdp2.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UnsupportedError, match="step_in_backward"):
         Replicas(model, optimizer, manager)
@@ -113,10 +107,6 @@ def test_what_cannot_work_is_an_error(rank: int, world_size: int, address: str) 
     fsdp2.fully_shard(model, ignored_params={model[0].weight})
     with pytest.raises(UnsupportedError, match=r"'0\.weight' is trained and not sharded"):
         Replicas(model, torch.optim.SGD(model.parameters()), manager)
-    model, _ = sharded()
-    matrices = fsdp2.matrix_optimizer(torch.optim.Muon, [model[0].weight])
-    with pytest.raises(UnsupportedError, match="cannot give its state"):
-        Replicas(model, matrices, manager)
     manager.shutdown()
     with pytest.raises(ArgumentError, match="expected host:port of a store"):
         ReplicaManager("here")

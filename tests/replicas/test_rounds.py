@@ -64,27 +64,6 @@ def test_the_dead_and_those_who_leave_are_not_waited_for(replica: Callable[[str]
     assert c.joins().result(5).names == ["c"]
 
 
-def test_groups_are_made_again_only_after_a_change_or_a_failure(replica: Callable[[str], Replica]) -> None:
-    a, b = replica("a"), replica("b")
-
-    def round_of(is_well: bool) -> Round:
-        found = [a.joins(), b.joins(is_well)]
-        assert found[0].result(5) == found[1].result(5)
-        return found[0].result()
-
-    first = round_of(True)
-    assert round_of(True).made == first.made == 1
-    assert round_of(False).made == 3
-    assert round_of(True).made == 3
-
-
-def test_the_farthest_gives_its_state() -> None:
-    ahead, equal, late = Member("a", 5, 9, True, ""), Member("b", 5, 9, True, ""), Member("c", 5, 8, True, "")
-    assert Round(10, (late, ahead, equal)).healthy(True) == ["a", "b"]
-    new = Member("d", 0, 0, True, ""), Member("e", 0, 0, True, "")
-    assert Round(1, new).healthy(True) == ["d"] and Round(1, new).healthy(False) == ["d", "e"]
-
-
 def test_state_travels_as_it_is() -> None:
     half = torch.randn(6, 4).to(torch.bfloat16)
     tree = {"a": [1, 2.5, None, "x", True], 3: (torch.arange(5), Local(half[:, ::2], (12, 2))), "e": torch.empty(0, 3)}
