@@ -172,13 +172,13 @@ def test_no_thread_outlives_an_interruption() -> None:
 def dying(rank: int, root: str) -> None:
     """Rank 1 is the last, and dies when it gives the folder its name."""
     if rank == 1:
-        time.sleep(1)
+        time.sleep(0.5)
         committing.replace_folder = lambda *args: os._exit(9)  # type: ignore[assignment]
-    checkpoint.save(Path(root) / "a", model={"w": torch.ones(3)}, timeout_s=3)
+    checkpoint.save(Path(root) / "a", model={"w": torch.ones(3)}, timeout_s=1.5)
 
 
 def test_the_last_rank_dies_while_it_completes_the_checkpoint(tmp_path: Path) -> None:
     (outcomes,) = run_cases([Case(dying, 2, (str(tmp_path),))])
     assert outcomes[0].raised("CheckpointError"), outcomes
-    assert "the last one has not said within 3 s that" in outcomes[0].text, outcomes
+    assert "the last one has not said within 1.5 s that" in outcomes[0].text, outcomes
     assert "the store" not in outcomes[0].text, outcomes

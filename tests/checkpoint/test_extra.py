@@ -248,9 +248,3 @@ def test_how_deep_values_may_be_nested(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="nested more than 40 levels"):
         checkpoint.save(tmp_path / "b", extra={"deep": keyed(42)})
     assert not (tmp_path / "b").exists()
-
-
-def test_a_step_of_numpy(tmp_path: Path) -> None:
-    """It failed after all had been written."""
-    checkpoint.save(tmp_path, model={"w": torch.ones(2)}, step=np.int64(3))  # type: ignore[arg-type]
-    assert checkpoint.load(tmp_path / "step-00000003", model={"w": torch.zeros(2)}).step == 3

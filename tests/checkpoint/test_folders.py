@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ def test_checkpoints_of_a_run(rank: int, world_size: int, tmp_path: Path) -> Non
     root = tmp_path / "run"
     assert fc.latest(root) is None
     assert fc.checkpoints(root) == []
-    for step in (5, 100, 20, 123_456_789_012):
+    for step in (5, np.int64(100), 20, 123_456_789_012):
         handle = fc.save(root, extra={"step": step}, step=step)
         assert handle.done()
         assert handle.wait() == handle.folder == str(root / f"step-{step:08d}")

@@ -1,7 +1,6 @@
 """Around one name, step by step: a save that another one overtakes, and readers whose folder is replaced."""
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,12 +156,3 @@ def test_files_that_are_gone_when_a_load_comes_to_them(tmp_path: Path, monkeypat
     next((tmp_path / NAME).glob("model-*")).unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         value_at(tmp_path)
-
-
-def test_left_overs_of_a_name_with_a_line_break(tmp_path: Path) -> None:
-    """Nobody took them for what they are: what a save had set aside stayed for ever."""
-    for name in ("a\nb", "ü ", "x'\"y"):
-        for value in (1.0, 2.0):
-            checkpoint.save(tmp_path / name, model={"w": torch.full((3,), value)}, overwrite=True)
-        assert os.listdir(tmp_path) == [name]
-        shutil.rmtree(tmp_path / name)

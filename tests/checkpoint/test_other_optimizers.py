@@ -30,7 +30,6 @@ FAMILY: dict[str, Any] = {
     "local": partial(local_optimizer, torch.optim.AdamW),
     "RAdam": torch.optim.RAdam,
     "Adagrad": torch.optim.Adagrad,
-    "RMSprop": torch.optim.RMSprop,
 }
 
 

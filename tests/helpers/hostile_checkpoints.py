@@ -1,7 +1,7 @@
 """Checkpoints that somebody has damaged, or made to do harm: how to make them.
 
 `whole(folder, layout)` saves a small checkpoint from this one process, or `two_ranks` from two. The editors change what
-files say and put all checksums right again (`signed`), as an attacker would; or leave them, as an accident does.
+files say and put all checksums right again, as an attacker would.
 """
 
 import json
@@ -113,16 +113,13 @@ def is_sound(loaded: dict[str, Any], seed: int = 1) -> bool:
 # --- editors ----------------------------------------------------------------------------------------------------------
 
 
-def edit_body(folder: Path, change: Callable[[dict[str, Any]], Any], signed: bool = True) -> None:
+def edit_body(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the body of the manifest."""
     path = folder / MANIFEST
     outer = json.loads(path.read_bytes())
     changed = change(outer["body"])
     body = outer["body"] if changed is None else changed
-    if signed:
-        path.write_bytes(Manifest.encode(body))
-    else:
-        path.write_text(json.dumps({"crc32": outer["crc32"], "body": body}))
+    path.write_bytes(Manifest.encode(body))
 
 
 def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -138,13 +135,12 @@ def put_header(path: Path, header: bytes | dict[str, Any], data: bytes) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def edit_header(path: Path, change: Callable[[dict[str, Any]], Any], signed: bool = True) -> None:
+def edit_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the header of a file; a change returns a new one, or None if it has changed what it got."""
     header, data = header_of(path)
     changed = change(header)
     put_header(path, header if changed is None else changed, data)
-    if signed:
-        sign(path)
+    sign(path)
 
 
 def edit_own(header: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> None:
