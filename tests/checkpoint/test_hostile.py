@@ -197,16 +197,19 @@ def test_manifests_that_are_none(text: bytes) -> None:
         Manifest.parse(text, MANIFEST)
 
 
-def test_state_of_a_size_that_no_file_holds(tmp_path: Path) -> None:
-    """It is not allocated."""
+@pytest.mark.parametrize("what", ["other parameters", "state of a size that no file holds"])
+def test_what_a_manifest_cannot_do_to_an_optimizer(what: str, tmp_path: Path) -> None:
     model, optimizer = adam()
     folder = tmp_path / "a"
     checkpoint.save(folder, model=model, optimizer=optimizer)
 
     def change(body: dict[str, Any]) -> None:
         table = body["tables"][0]
-        table["tensors"]["optimizer"]["exp_avg.weight"][1] = [1 << 40]
-        table["values"]["optimizer"]["states"]["weight"]["exp_avg"]["as"] = "plain"
+        if what == "other parameters":
+            table["values"]["optimizer"]["groups"][0]["options"].update(params=[])
+        else:
+            table["tensors"]["optimizer"]["exp_avg.weight"][1] = [1 << 40]
+            table["values"]["optimizer"]["states"]["weight"]["exp_avg"]["as"] = "plain"
 
     edit_body(folder, change)
     other, fresh = adam(seed=2, steps=0)
@@ -221,7 +224,6 @@ def test_what_a_rank_file_says_of_itself(folder: Path) -> None:
     changes: list[Callable[[dict[str, Any]], Any]] = [
         lambda own: own.update(id="another"),
         lambda own: own.update(rank=1),
-        lambda own: own.update(shards=[]),
         lambda own: own["sums"].update(embed=""),
         lambda own: own["sums"].update(embed=own["sums"]["embed"] * 2),
         lambda own: own["shards"].update(embed=[[40, 3], [1, 0]]),
@@ -233,6 +235,9 @@ def test_what_a_rank_file_says_of_itself(folder: Path) -> None:
             load(folder)
         victim.write_bytes(raw)
         (folder / MANIFEST).write_bytes(manifest)
+    edit_header(victim, lambda header: header["bias"].update(dtype="F16"))  # it is BF16
+    with pytest.raises(CorruptError, match="bias"):
+        load(folder)
 
 
 # --- everything else --------------------------------------------------------------------------------------------------
