@@ -244,7 +244,7 @@ def test_what_a_rank_file_says_of_itself(folder: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("cases", [CASES, pytest.param(4000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("cases", [CASES, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_fuzz(tmp_path: Path, cases: int) -> None:
     corpus = Corpus(tmp_path.resolve())
 

@@ -53,12 +53,12 @@ def save_all(rank: int, world_size: int, root: str) -> None:
 
 
 def load_all(rank: int, world_size: int, root: str, name: str) -> None:
-    """Everything that was saved, one after the other, into one layout: half of it from rank files, half consolidated;
-    the next layout takes the other halves."""
+    """Every second layout that was saved, one after the other, into this one: from rank files and consolidated in turn;
+    the next layout takes the others."""
     model = LAYOUTS[name].apply(Awkward())
     forms, first = list(FORMS), list(LAYOUTS).index(name)
-    for number, source in enumerate(LAYOUTS):
-        folder = f"{root}/{source}-{forms[(first + number) % 2]}"
+    for number, source in enumerate([*LAYOUTS][first % 2 :: 2]):
+        folder = f"{root}/{source}-{forms[(first // 2 + number) % 2]}"
         for _, value in tensors_of(model):
             spoil(value)
         optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1.0)
