@@ -18,7 +18,7 @@ def test_checkpoints_of_a_run(rank: int, world_size: int, tmp_path: Path) -> Non
     assert fc.latest(root) is None
     assert fc.checkpoints(root) == []
     for step in (5, np.int64(100), 20, 123_456_789_012):
-        handle = fc.save(root, extra={"step": step}, step=step)
+        handle = fc.save(root, extra={"step": int(step)}, step=step)  # type: ignore[arg-type]
         assert handle.done()
         assert handle.wait() == handle.folder == str(root / f"step-{step:08d}")
     dist.barrier()
