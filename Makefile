@@ -78,7 +78,7 @@ $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt \
 	    --no-build-isolation --editable '.[clients]'
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt --no-deps \
-	    ai2-olmo-core axolotl llamafactory nemo-automodel verl \
+	    ai2-olmo-core axolotl llamafactory nemo-automodel sglang verl \
 	    addict bettermap codetiming dataclass-extensions importlib_resources
 	@touch $@
 

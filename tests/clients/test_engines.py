@@ -70,3 +70,33 @@ def test_verl_sends_what_has_changed(rank: int, world_size: int) -> None:
     for name, tensor in plan:
         assert rank or torch.equal(tensor, held[name]), name
     assert rank or changed == {name for name, _ in model.named_parameters()}
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_verl_finds_the_same_places(rank: int, world_size: int) -> None:
+    """Where verl can tell by itself, from the placements of the parameters, it says what the adapter says."""
+    without("ray", "tensordict", "tensordict.tensorclass")
+    bare("verl.workers", "verl.workers.engine")
+    from verl.workers.engine.spec import ShardSpec, derive_dtensor_placement
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    params = dict(model.named_parameters())
+    for name, local, spec in engines().verl_shards(fsdp2.weights(model)):
+        place, contributes, _ = derive_dtensor_placement(ShardSpec.from_param(params[name]))
+        assert (spec.place, spec.contributes) == (place, contributes), name
+        assert torch.equal(local, params[name].to_local().reshape(-1))  # type: ignore[operator]
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_sglang_gets_buckets(rank: int, world_size: int) -> None:
+    bare("sglang", "sglang.srt", "sglang.srt.weight_sync")
+    model = fully_shard(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5)))
+    plan = fsdp2.weights(model, dtype=torch.bfloat16)
+    buckets = [*engines().sglang_buckets(plan, bucket_bytes=32)]
+    found = {name: tensor for bucket in buckets for name, tensor in bucket.reconstruct_tensors()}
+    expected = {name: tensor.clone() for name, tensor in plan}
+    assert len(buckets) > 1 and found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
