@@ -41,17 +41,6 @@ DISK = "optim.on_disk"
 
 MORE: tuple[Mutant, ...] = (
     Mutant(
-        "gather: copied out too early, and only then",
-        "runtime.gather",
-        "        if collective is not None:\n            collective.wait(started)\n"
-        "        if self._packed is not None:\n",
-        "        if self._packed is not None:\n            storage.alloc()\n"
-        "            copy_lists(self._unpack_to, self._unpack_from)\n"
-        "        if collective is not None:\n            collective.wait(started)\n"
-        "        if False:\n",
-        "plain",
-    ),
-    Mutant(
         "streams: nobody waits",
         "runtime.streams",
         "() == self._device.index:\n            event.wait()\n",
@@ -78,13 +67,6 @@ MORE: tuple[Mutant, ...] = (
         "        self.memory.free_all()  # the next",
         "        pass  # the next",
         "two units",
-    ),
-    Mutant(
-        "wire: rows are summed before the wait",
-        "extras.narrow",
-        "        for work in self.works:\n            if work is not None:\n                work.wait()\n",
-        "",
-        "16 bits on the wire, coalesced",
     ),
     Mutant(
         "checkpoint: nobody waits for the device",
@@ -122,13 +104,6 @@ MORE: tuple[Mutant, ...] = (
         "saved twice",
     ),
     Mutant(
-        "checkpoint: a buffer is reused before its copy is done",
-        "checkpoint.io.reading",
-        "        wait_for({target.device})\n",
-        "        pass\n",
-        "loaded",
-    ),
-    Mutant(
         "step: nobody waits until it has been given to the device",
         "optim.offloaded_part",
         "            future.result()\n",
@@ -157,20 +132,6 @@ MORE: tuple[Mutant, ...] = (
         "",
         "states_on_disk",
     ),
-    Mutant(
-        "disk: who looks waits for files only",
-        DISK,
-        "        if settle is not None:\n            settle()\n",
-        "",
-        "states_on_disk",
-    ),
-    Mutant(
-        "disk: who looks waits for the step only",
-        DISK,
-        "        self.finish()\n\n    def _place",
-        "\n    def _place",
-        "states_on_disk",
-    ),
     Mutant("disk: there is always room", DISK, "        _threads().room.acquire()\n", "", "states_on_disk"),
     Mutant("ring attention: messages are not waited for", "parallel.ring_attention", "work.wait()", "pass", "ring"),
     Mutant(
@@ -180,29 +141,16 @@ MORE: tuple[Mutant, ...] = (
         "            pass\n",
         "bad batch",
     ),
-    Mutant(
-        "reshard: memory is freed at once, on the gather stream",
-        "runtime.source",
-        "memory.release(self, group.channel.fqn)",
-        "with memory.streams.gathering():\n            self.free()",
-        "plain",
-    ),
 )
 
 # They change no number here. The gather writes the values that compute reads there, for between steps it waits for
-# compute. What is copied too early is copied again after the wait; what is copied to the host too late is not used. A
-# blocking copy of this device ends when it returns. The CPU's messages are not used.
+# compute. What is copied to the host too late is not used. The CPU's messages are not used.
 NOT_HERE = {
     "gather: no wait for kept memory",
-    "gather: kept memory is not in use",
     "release: taken back without a wait",
-    "gather: copied out before the wait",
-    "checkpoint: a buffer is reused before its copy is done",
     "activations: used and freed while a copy reads them",
     "comm: messages are not waited for",
     "comm: the sum is gathered before it is there",
-    "comm: the gathered sum is not waited for",
-    "comm: the sum is gathered before it is copied",
 }
 # Mutants that something else shows than the program of the detector.
 ELSEWHERE: dict[str, tuple[str, ...]] = {

@@ -6,7 +6,7 @@ from tests.instruments.device.ranks import SEEDS, on_device_ranks
 from tests.instruments.device.scenarios import SCENARIOS, SCENARIOS_ON_FOUR
 from tests.instruments.device.training import FEATURES, ON_FOUR, check
 
-FEW = range(SEEDS // 2)  # a missing wait shows in every fifth seed or more often
+FEW = range(SEEDS // 3)  # a missing wait shows in every fifth seed or more often, and in many features
 
 
 @on_device_ranks(2)
@@ -16,7 +16,7 @@ def test_features(rank: int, world_size: int, name: str) -> None:
 
 
 @on_device_ranks(4)
-@pytest.mark.parametrize("name", ["plain", "coalesced", *ON_FOUR])
+@pytest.mark.parametrize("name", ["coalesced", *ON_FOUR])
 def test_features_on_four(rank: int, world_size: int, name: str) -> None:
     check(name, rank, world_size, FEW)
 

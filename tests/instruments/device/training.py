@@ -207,59 +207,33 @@ FEATURES = {
     "states in host memory, stepped in backward": replace(
         in_background(Offload(), in_backward=True), prepare=waits_in_backward, depth=4
     ),
-    "states in host memory, in part": in_background(
-        Offload(fraction=0.5), clips=False
-    ),  # the norm would be summed up in another order
     "states in host memory, zeroed": in_background(Offload(), clips=False, zeroes=True),
-    "states in host memory, mixed precision": in_background(Offload(), **mixed()),
     "states and gradients in host memory": in_background(Offload(grads=True)),
-    "states and gradients in host memory, stepped in backward": in_background(Offload(grads=True), in_backward=True),
     "states and gradients in host memory, mixed precision": in_background(Offload(grads=True), **mixed()),
-    "states and gradients in host memory, accumulation": replace(in_background(Offload(grads=True)), backwards=3),
     "states and gradients in host memory, accumulation without sync": replace(
         in_background(Offload(grads=True)), backwards=3, sync_each=False
     ),
     "states in host memory, scaled": replace(in_background(Offload(), clips=False), scaled=True),
     "all in host memory": in_background(ALL),
-    "all in host memory, accumulation": replace(in_background(ALL), backwards=3),
-    "all in host memory, accumulation without sync": replace(in_background(ALL), backwards=3, sync_each=False),
     "all in host memory, stage 2": replace(in_background(ALL, zero=ZeroPolicy(2)), backwards=2),
     "all in host memory, stays unsharded": in_background(ALL, reshard_after_forward=False),
     # Not clipped: the norm is summed up in another order where gradients are in two places.
     "half in host memory": in_background(Offload(grads=True, params=True, fraction=0.5), clips=False),
     "not overlapped": in_background(Offload(overlap=False)),
     "states on disk": in_background(ON_DISK),
-    "states on disk, stepped in backward": in_background(ON_DISK, in_backward=True),
-    "states on disk, zeroed": in_background(ON_DISK, clips=False, zeroes=True),
-    "states on disk, mixed precision": in_background(ON_DISK, **mixed()),
-    "states on disk, gradients in host memory": in_background(GRADS_ON_DISK),
-    "states on disk, gradients in host memory, mixed precision": in_background(GRADS_ON_DISK, **mixed()),
     "states on disk, all else in host memory": in_background(ALL_ON_DISK),
-    "states on disk, all else in host memory, mixed precision": in_background(ALL_ON_DISK, **mixed()),
     "states on disk, all else in host memory, stepped in backward": in_background(ALL_ON_DISK, in_backward=True),
     "states and parameters in files": in_background(IN_FILES),
-    "states and parameters in files, mixed precision": in_background(IN_FILES, **mixed()),
-    # Not clipped, as above.
-    "half of the states on disk": in_background(Offload(fraction=0.5, tier=FOLDER), clips=False),
     "stepped in backward": Feature(optimizer=stepped_in_backward),
     "whole matrices": Feature(optimizer=with_matrices),
     "stage 0": Feature({"zero": ZeroPolicy(0)}, backwards=2),
-    "stage 1": Feature({"zero": ZeroPolicy(1)}, backwards=2),
     "stage 2": Feature({"zero": ZeroPolicy(2)}, backwards=2),
     "frozen weights in host memory": Feature({"zero": FROZEN_ON_HOST}, change=freezes_weights),
     "frozen weights in host memory, mixed precision": Feature(
         {"zero": FROZEN_ON_HOST, **mixed()}, change=freezes_weights, backwards=2
     ),
-    "frozen weights in host memory, all else too": Feature(
-        {"zero": FROZEN_ON_HOST, "offload_policy": CPUOffloadPolicy()}, change=freezes_weights, backwards=2
-    ),
-    "frozen weights in host memory, states on disk": replace(
-        in_background(ON_DISK, zero=FROZEN_ON_HOST), change=freezes_weights
-    ),
     "frozen tiles in host memory": Feature({"zero": FROZEN_ON_HOST}, change=adapts_tiles, backwards=2, depth=1),
     "layers in tiles": Feature(change=tiles_layers, backwards=2),
-    "layers in tiles, mixed precision": Feature(mixed(), change=tiles_layers, backwards=2, depth=1),
-    "layers in tiles, states on disk": replace(in_background(ON_DISK), change=tiles_layers, depth=1),
     "prefetched": Feature(prepare=prefetches_two),
     "predicted": Feature(prepare=lambda model, device: model.set_auto_forward_prefetch()),
     "hook on a stream": Feature(prepare=hooks_beside),
@@ -268,7 +242,6 @@ FEATURES = {
     "reduced in fp16": Feature({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}),
     "two backwards of a graph": Feature(backwards=2, of_one_graph=True),
     "optimizer on a stream": Feature(aside=True),
-    "grad scaler": Feature(scaled=True),
     "extension": Feature(change=in_pieces),
     "custom collectives": Feature(prepare=lambda model, device: customise(model)),
     "finalized": Feature(
@@ -276,8 +249,6 @@ FEATURES = {
     ),
 }
 
-SECONDARY = ZeroPolicy(3, secondary_shard_size=2)
-INNER = ZeroPolicy(3, shard_size=2, shard_replicas=True)
 ON_FOUR = {
     "replicas": Feature(replicas=2),
     "replicas, mixed precision": Feature(mixed(), replicas=2),
@@ -286,24 +257,16 @@ ON_FOUR = {
     ),
     "replicas, accumulation": Feature(replicas=2, backwards=3, all_reduces_each=False),
     "replicas, frozen weights in host memory": Feature({"zero": FROZEN_ON_HOST}, change=freezes_weights, replicas=2),
-    "replicas, layers in tiles": Feature(change=tiles_layers, replicas=2, depth=1),
-    "replicas, states on disk": replace(in_background(ON_DISK), replicas=2),
-    "replicas, states and gradients in host memory": replace(in_background(Offload(grads=True)), replicas=2),
     "replicas, all in host memory": replace(in_background(ALL), replicas=2),
     # Of the output layer, the last of four ranks has nothing.
-    "empty shards, states and gradients in host memory": in_background(Offload(grads=True)),
     "empty shards, states and parameters in files": in_background(IN_FILES),
-    "replicas, whole matrices": Feature(optimizer=with_matrices, replicas=2),
     "smaller mesh": Feature({"reshard_after_forward": 2}),
-    "secondary shards": Feature({"zero": SECONDARY}),
-    "secondary shards, int8 gather": Feature(
-        {"zero": SECONDARY, "mp_policy": MixedPrecisionPolicy(all_gather_dtype=torch.int8)}
+    "secondary shards": Feature({"zero": ZeroPolicy(3, secondary_shard_size=2)}),
+    "sharded replicas, mixed precision": Feature(
+        {"zero": ZeroPolicy(3, shard_size=2, shard_replicas=True), **mixed()}, prepare=collects_twice
     ),
-    "sharded replicas": Feature({"zero": INNER}, backwards=2),
-    "sharded replicas, mixed precision": Feature({"zero": INNER, **mixed()}, prepare=collects_twice),
     "tensor parallel": Feature(tensor=2),
     "tensor parallel, states and gradients in host memory": replace(in_background(Offload(grads=True)), tensor=2),
-    "tensor parallel, states and parameters in files": replace(in_background(IN_FILES), tensor=2),
 }
 
 

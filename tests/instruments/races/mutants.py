@@ -13,43 +13,17 @@ MUTANTS: tuple[Mutant, ...] = (
     # --- all-gathers ---
     Mutant("gather: compute does not wait", BUCKET, "under_way()\n", "pass\n", "plain"),
     Mutant(
-        "gather: the event is recorded before the collective ends",
-        BUCKET,
-        "                finish()\n                finish = partial(streams.wait, streams.record())\n",
-        "                event = streams.record()\n                finish()\n"
-        "                finish = partial(streams.wait, event)\n",
-        "plain",
-    ),
-    Mutant(
         "gather: no event after it",
         BUCKET,
         "finish = partial(streams.wait, streams.record())",
         "finish = lambda: None",
         "plain",
     ),
-    Mutant(
-        "gather: the event is that of another stream",
-        BUCKET,
-        "            if not streams.lazy:\n                finish()\n"
-        "                finish = partial(streams.wait, streams.record())\n",
-        "            finish()\n        finish = partial(streams.wait, streams.record())\n",
-        "plain",
-    ),
     Mutant("gather: no wait for kept memory", BUCKET, "streams.wait(used)", "pass", "keeps storage"),
-    Mutant("gather: kept memory is not in use", BUCKET, " or self.source.follows_compute", "", "keeps storage"),
     Mutant(
         "gather: no room is made", BUCKET, "memory.make_room(source.base, prefetching)\n", "pass\n", "a block again"
     ),
     Mutant("gather: the collective is not waited for", "runtime.gather", "collective.wait(started)", "pass", "plain"),
-    Mutant(
-        "gather: copied out before the wait",
-        "runtime.gather",
-        "        if collective is not None:\n            collective.wait",
-        "        if self._packed is not None:\n            storage.alloc()\n"
-        "            copy_lists(self._unpack_to, self._unpack_from)\n"
-        "        if collective is not None:\n            collective.wait",
-        "plain",
-    ),
     # --- memory that is released ---
     Mutant(
         "reshard: memory is freed at once",
@@ -59,14 +33,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "plain",
     ),
     Mutant("release: no event", MEMORY, "(storage, self.streams.record(), unit)", "(storage, None, unit)", "plain"),
-    Mutant(
-        "release: the event is on the gather stream",
-        MEMORY,
-        "            self.released.append((storage, self.streams.record(), unit))",
-        "            with self.streams.gathering():\n"
-        "                self.released.append((storage, self.streams.record(), unit))",
-        "plain",
-    ),
     Mutant("release: taken back without a wait", MEMORY, "self.streams.wait(entry[1])", "pass", "a block again"),
     Mutant("release: freed without a wait", MEMORY, "self.streams.wait(event)", "pass", "plain"),
     Mutant(
@@ -82,13 +48,6 @@ MUTANTS: tuple[Mutant, ...] = (
         STEP,
         "        self.follow_compute(self.post_optim_event)\n",
         "",
-        "plain",
-    ),
-    Mutant(
-        "forward: the wait is on the compute stream",
-        STEP,
-        "        with streams.gathering():\n            streams.wait(event)",
-        "        streams.wait(event)",
         "plain",
     ),
     Mutant(
@@ -114,13 +73,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "plain",
     ),
     Mutant(
-        "reduction: the event is on the reduce stream",
-        REDUCTION,
-        "    ready = streams.record()\n    with streams.reducing():\n",
-        "    with streams.reducing():\n        ready = streams.record()\n",
-        "plain",
-    ),
-    Mutant(
         "reduction: gradients before a division are not kept",
         REDUCTION,
         "kept = [] if is_lazy else [*grads]",
@@ -136,13 +88,6 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("reduction: the collective is not waited for", "runtime.streams", "    wait(started)", "    pass", "plain"),
     Mutant(
-        "reduction: the scale is on the compute stream",
-        REDUCTION,
-        f"        if not has_replicas:\n            {SCALED}        done = streams.record()\n",
-        f"    if not has_replicas:\n        {SCALED}    done = streams.record()\n",
-        "reduced in 16 bits",
-    ),
-    Mutant(
         "reduction: the event is recorded before the scale",
         REDUCTION,
         f"        if not has_replicas:\n            {SCALED}        done = streams.record()\n",
@@ -155,14 +100,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "        yield partial(streams.wait, done)\n    if done",
         "        pass\n    if done",
         "plain",
-    ),
-    Mutant(
-        "reduction: handed over before the wait",
-        REDUCTION,
-        "    if not is_lazy:\n        yield partial(streams.wait, done)\n    if done",
-        "    plan.sink.deliver(map(torch.Tensor.as_strided, repeat(flat), *plan.sink.views))\n"
-        "    if not is_lazy:\n        yield partial(streams.wait, done)\n    if done",
-        "two backwards of a graph",
     ),
     Mutant("offload: the host does not wait", REDUCTION, "done.synchronize()", "pass", "offload"),
     Mutant(
@@ -195,13 +132,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "replicas, reduced in 16 bits",
     ),
     Mutant(
-        "all-reduce: no event after it",
-        REDUCTION,
-        f"    {SCALED}            done = streams.record()\n",
-        f"    {SCALED}",
-        "replicas, reduced in 16 bits",
-    ),
-    Mutant(
         "all-reduce: the inner output is not kept",
         "extras.shard_replicas",
         "kept += [flat, inner",
@@ -224,13 +154,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "hooked",
     ),
     Mutant("hook: nobody waits for it", "extras.all_reduce_hook", "        streams.wait(done)\n", "", "hooked"),
-    Mutant(
-        "hook: its event is recorded before it",
-        "extras.all_reduce_hook",
-        "            self._hook(flat, mesh)\n            done = streams.record()\n",
-        "            done = streams.record()\n            self._hook(flat, mesh)\n",
-        "hooked",
-    ),
     *OF_OFFLOAD,
     # --- communication ---
     Mutant("comm: works are not waited for", "watch.exchange", "pending.wait()", "pass", "mixed precision, coalesced"),
@@ -250,22 +173,6 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "comm: the sum is gathered before it is there", "comm.gloo", "self.scattering.wait()", "pass", "stage 0 on four"
-    ),
-    Mutant(
-        "comm: the gathered sum is not waited for",
-        "comm.gloo",
-        "            self.gather.call().wait()\n",
-        "            self.gathering = self.gather.call()\n",
-        "stage 0 on four",
-    ),
-    Mutant(
-        "comm: the sum is gathered before it is copied",
-        "comm.gloo",
-        "        self.row.copy_(self.sum)\n        if self.gather is not None:\n"
-        "            self.gather.call().wait()\n",
-        "        gathering = None if self.gather is None else self.gather.call()\n        self.row.copy_(self.sum)\n"
-        "        if gathering is not None:\n            gathering.wait()\n",
-        "stage 0 on four",
     ),
     # --- whole matrices ---
     Mutant("exchange: what travels is not waited for", "optim.exchange", "self._work.wait()", "pass", "whole matrices"),

@@ -5,13 +5,6 @@ from tests.helpers.mutants import Mutant
 __all__ = ["OF_OFFLOAD"]
 
 PART, DISK, ACTIVATIONS = "optim.offloaded_part", "optim.on_disk", "extras.activations"
-STEP = """\
-                without_hooks(self._inner.step)(self._inner)
-            except BaseException:
-                if self._staged is not None:
-                    self._staged.drop()
-                raise
-"""
 STORE = """\
             try:
                 self._store()
@@ -23,13 +16,6 @@ STORE = """\
 OF_OFFLOAD: tuple[Mutant, ...] = (
     # --- optimizers that step in the background ---
     Mutant("step: it does not wait for the gradients", PART, "self._streams.wait(ready)", "pass", "stepped_aside"),
-    Mutant(
-        "step: its event is recorded before it",
-        PART,
-        STEP + STORE,
-        "                done = self._streams.record()\n" + STEP + STORE.replace("self._streams.record()", "done"),
-        "stepped_aside",
-    ),
     Mutant(
         "step: all-gathers do not wait",
         PART,
@@ -83,13 +69,6 @@ OF_OFFLOAD: tuple[Mutant, ...] = (
         "staged_states",
     ),
     Mutant(
-        "states: they are stored on another stream",
-        PART,
-        "            self._staged.store()",
-        "            with self._streams.reducing():\n                self._staged.store()",
-        "staged_states",
-    ),
-    Mutant(
         "states: who looks does not wait",
         "optim.offloaded",
         "        self.wait()\n        state: d",
@@ -113,13 +92,6 @@ OF_OFFLOAD: tuple[Mutant, ...] = (
         "activations",
     ),
     Mutant(
-        "activations: the event is recorded before the copy to the host",
-        ACTIVATIONS,
-        "            self._host.copy_(tensor, non_blocking=True)\n            self._done = streams.record()\n",
-        "            self._done = streams.record()\n            self._host.copy_(tensor, non_blocking=True)\n",
-        "activations",
-    ),
-    Mutant(
         "activations: freed without a wait",
         ACTIVATIONS,
         "            streams_for(self._device).wait(self._done)\n            self._tensor = None",
@@ -138,13 +110,6 @@ OF_OFFLOAD: tuple[Mutant, ...] = (
         ACTIVATIONS,
         "            streams.wait(ready)\n            self._tensor.c",
         "            self._tensor.c",
-        "activations",
-    ),
-    Mutant(
-        "activations: the event is recorded before the copy to the device",
-        ACTIVATIONS,
-        "            self._tensor.copy_(self._host, non_blocking=True)\n            self._done = streams.record()\n",
-        "            self._done = streams.record()\n            self._tensor.copy_(self._host, non_blocking=True)\n",
         "activations",
     ),
     Mutant(
