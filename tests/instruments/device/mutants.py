@@ -31,7 +31,6 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "hooked": ("hook on a stream",),
     "optimized_aside": ("optimizer on a stream",),
     "states_on_disk": ("states on disk, looked at", "states on disk", "states on disk, all else in host memory"),
-    "staging": ("saved in the background",),
     "saved": ("saved", "saved in the background"),
     "saved twice": ("saved twice in the background",),
     "ring": ("context parallel",),
@@ -67,6 +66,13 @@ MORE: tuple[Mutant, ...] = (
         "        self.memory.free_all()  # the next",
         "        pass  # the next",
         "two units",
+    ),
+    Mutant(
+        "checkpoint: a background save does not wait for its copies",
+        "checkpoint.run.background",
+        "    wait_for(ends)",
+        "    pass",
+        "saved in the background",
     ),
     Mutant(
         "checkpoint: nobody waits for the device",

@@ -176,6 +176,4 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # --- whole matrices ---
     Mutant("exchange: what travels is not waited for", "optim.exchange", "self._work.wait()", "pass", "whole matrices"),
-    # --- checkpoints ---
-    Mutant("staging: the host does not wait", "checkpoint.run.background", "    wait_for(ends)", "    pass", "staging"),
 )

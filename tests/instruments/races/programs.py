@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import fsdp2.checkpoint.run.background as background
 import fsdp2.comm
 from fsdp2.comm import gloo
 from fsdp2.comm.flat import NcclComm
@@ -24,7 +23,6 @@ from tests.instruments.races import nets
 from tests.instruments.races.detector import Detector, detecting
 from tests.instruments.races.nets import Look
 from tests.instruments.races.programs_of_offload import OF_OFFLOAD
-from tests.instruments.races.staging import staged
 
 __all__ = ["PROGRAMS", "num_ranks", "run"]
 
@@ -97,22 +95,6 @@ def optimized_aside(rank: int, look: Look) -> list[Tensor]:
     return nets.results(model)
 
 
-def staging(rank: int, look: Look) -> list[Tensor]:
-    """The values of two saves are copied to the host while training goes on."""
-    model = nets.sharded(nets.net())
-    seen: list[Tensor] = []
-    for number in range(2):
-        nets.step(model, rank, number)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.sub_(param.grad, alpha=0.1)
-                param.grad = None
-        values = [param.to_local() for param in model.parameters()]
-        seen += staged(values, look)
-    background._arena.clear()
-    return seen
-
-
 PROGRAMS: dict[str, Program] = {
     **{name: of(2, feature) for name, feature in FEATURES.items() if is_the_same(feature)},
     **{name: of(4, feature) for name, feature in ON_FOUR.items() if is_the_same(feature)},
@@ -123,7 +105,6 @@ PROGRAMS: dict[str, Program] = {
     **OF_OFFLOAD,
     "hooked": (2, hooked),
     "optimized_aside": (2, optimized_aside),
-    "staging": (2, staging),
 }
 
 

@@ -21,7 +21,6 @@ from tests.instruments.races.mutants import MUTANTS
 from tests.instruments.races.programs import PROGRAMS, num_ranks, run
 
 COMPILES = "no dispatch mode works under torch.compile"
-DDP = "the detector does not see that DDP waits, in C++"
 ON_CPU = "the order of the CPU, which frees memory when a unit reshards"
 AT_ONCE = "it counts on the thread that steps; under the detector, which sees no threads, steps run at once"
 ITS_OWN = "the test brings a stream, or an event, of its own"
@@ -30,18 +29,10 @@ USELESS = "what is read or sent too late, nobody uses: after an error, or when p
 LEFT_OUT = {
     "tests/core/composition/test_compile.py": COMPILES,
     "tests/parallel/test_ring_attention.py::test_compiled": COMPILES,
-    "tests/core/errors/test_forgotten_root.py::test_silence": DDP,
-    "tests/core/sharding/test_shared_frozen.py::test_ddp_outside_fsdp_inside": DDP,
     "tests/core/precision/test_extensions.py::test_arguments": ON_CPU,
-    "tests/core/sharding/test_sharded_params.py::test_identity_and_storage": ON_CPU,
-    "tests/core/sharding/test_zero.py::test_memory_of_zero": ON_CPU,
     "tests/core/gradients/test_gradient_scaling.py::test_stream_of_the_all_reduce_hook": ITS_OWN,
     "tests/core/composition/test_comm_control.py::test_post_optim_event": ITS_OWN,
     "tests/core/memory/test_auto_prefetch.py::test_forward_that_raises_after_a_prefetch": USELESS,
-    "tests/core/sharding/test_changed_parameters.py::test_what_was_gathered_ahead_is_old": USELESS,
-    "tests/core/errors/test_exceptions.py::test_a_model_is_dropped_while_messages_are_under_way": USELESS,
-    "tests/core/errors/test_exceptions.py::test_the_next_gather_waits_for_what_a_dropped_model_was_sent": USELESS,
-    "tests/core/errors/test_exceptions.py::test_reset_after_an_unshard_that_failed": USELESS,
     "tests/core/gradients/test_joint_step.py::test_other_meshes": USELESS,
     "tests/core/gradients/test_replicated_use.py::test_changed_between_forward_and_backward": USELESS,
     "tests/optim/test_offloaded.py::test_who_looks_waits": AT_ONCE,
@@ -49,9 +40,14 @@ LEFT_OUT = {
     "tests/optim/test_offloaded.py::test_loads_between_step_and_use": AT_ONCE,
     "tests/optim/test_offloaded.py::test_what_is_refused": AT_ONCE,
 }
-CORE = sorted(f"core/{path.parent.name}/{path.stem}" for path in (ROOT / "tests/core").glob("*/test_*.py"))
+CORE = [
+    f"core/{folder}/{path.stem}"
+    for folder in ("composition", "gradients", "memory", "precision")
+    for path in sorted((ROOT / "tests/core" / folder).glob("test_*.py"))
+]
 SUITES = (
     *(suite for suite in CORE if f"tests/{suite}.py" not in LEFT_OUT),
+    *("core/sharding/test_unshard", "core/sharding/test_full_params", "core/sharding/test_groups"),
     *("parallel/test_pipeline", "parallel/test_pipelining", "parallel/test_ring_attention"),
     *("optim/test_step_in_backward", "optim/test_matrix_optimizer", "optim/test_matrix_states"),
     *("optim/test_stepped_runs", "optim/test_offloaded"),
