@@ -1,8 +1,9 @@
-"""Collectives that are planned and started for once. Each function returns what waits for the end."""
+"""Collectives that are planned and started for once, by functions that return what waits for the end; and those of a
+user's own."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,3 +53,24 @@ def what_of(kind: str, tensors: Tensors, group: dist.ProcessGroup, fqn: str = ""
 
 def started(collective: Collective, *tensors: Tensors) -> Callable[[], None]:
     return partial(collective.wait, collective.start(*tensors))
+
+
+class Gathers:
+    """An all-gather of the user's own."""
+
+    calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        self.calls += 1
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Scatters(Gathers):
+    """A reduce-scatter of the user's own."""
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        self.calls += 1
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)

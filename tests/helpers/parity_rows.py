@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.profiler import ProfilerActivity, profile
 
+from tests.helpers.collectives import Gathers, Scatters
+
 __all__ = ["ABSENT", "ROWS", "Row"]
 
 ABSENT = "(2.15)"  # torch has the name from 2.15 on: checked on ours alone
@@ -155,27 +157,6 @@ def phases(model: Any, name: str) -> list[str]:
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         backward(model)
     return sorted({event.name for event in trace.events() if event.name.startswith(name)})
-
-
-class Gather:
-    """An all-gather of the user's own."""
-
-    calls = 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
-        self.calls += 1
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class Scatter(Gather):
-    """A reduce-scatter of the user's own."""
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
-        self.calls += 1
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
 
 
 # --- fully_shard ------------------------------------------------------------------------------------------------------
@@ -520,7 +501,7 @@ def custom(method: str, kind: type) -> Check:
     return check
 
 
-for method, kind, calls in (("set_custom_all_gather", Gather, 2), ("set_custom_reduce_scatter", Scatter, 1)):
+for method, kind, calls in (("set_custom_all_gather", Gathers, 2), ("set_custom_reduce_scatter", Scatters, 1)):
     claim(f"FSDPModule.{method}", "touches", "one unit: its calls in a step; the gradients stay", (calls, 2.0))(
         custom(method, kind)
     )
@@ -651,7 +632,7 @@ def _(api: Any) -> bool:
 
 def custom_units(api: Any) -> Any:
     model = two_units(api)
-    model.set_custom_all_gather(Gather())
+    model.set_custom_all_gather(Gathers())
     return model
 
 

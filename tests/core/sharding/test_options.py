@@ -1,3 +1,4 @@
+<<<<<<< HEAD
 """Every option against one process that trains the plain model, in sets of a few that go together. All sets hold every
 pair at least once (a pairwise covering array): some hundred trainings in place of 1500.
 """
@@ -6,9 +7,20 @@ import random
 from collections.abc import Sequence
 from functools import cache
 from itertools import combinations
+=======
+"""Options that do not go together are refused before anything runs, with an error that says why. (Those that do are
+drawn together by the fuzzer, tests/instruments/differential.)"""
+
+from collections.abc import Callable
+from typing import Any
+>>>>>>> 092e8103 (Draw the options that torch lacks in the fuzzer)
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
 
+<<<<<<< HEAD
 from tests.helpers.options import BY_NAME, REFUSED, SKIPPED
 from tests.helpers.options_case import Case
 from tests.helpers.ranks import RanksFailed, on_ranks, run_on_ranks
@@ -19,75 +31,45 @@ SEED = 0
 NUM_BATCHES = {2: 8, 4: 4}  # by the number of ranks
 NUM_PROTECTIVE = {2: 1, 4: 0}
 SAMPLE_ON_4 = 30  # pairs that do not need four ranks
+=======
+from fsdp2 import ArgumentError, FSDPError, MixedPrecisionPolicy, ShardPlacementResult, UnsupportedError, ZeroPolicy
+from fsdp2 import fully_shard as shard
+from tests.helpers.collectives import Gathers, Scatters
+from tests.helpers.parity_models import mesh_2d
+from tests.helpers.ranks import on_ranks
+
+INT8 = MixedPrecisionPolicy(all_gather_dtype=torch.int8)
+WIRE = MixedPrecisionPolicy(reduce_scatter_dtype=torch.bfloat16)
+>>>>>>> 092e8103 (Draw the options that torch lacks in the fuzzer)
 
 
-def goes_together(first: str, second: str) -> bool:
-    """Whether a pair can be trained: it gives no argument twice, and is not in the tables."""
-    pair = frozenset((first, second))
-    return not BY_NAME[first].keys & BY_NAME[second].keys and pair not in REFUSED and pair not in SKIPPED
+def norm_apart(param: nn.Parameter) -> ShardPlacementResult | None:
+    """The parameters of the norm are on a mesh of their own."""
+    return ShardPlacementResult(Shard(0), mesh_2d(2, 1)) if param.ndim == 1 else None
 
 
-def pairs(world_size: int) -> list[Names]:
-    """Those to train on that many ranks: all that need them, and on 4 a sample of the others."""
-    every = [pair for pair in combinations(BY_NAME, 2) if goes_together(*pair)]
-    needs_4 = [pair for pair in every if any(BY_NAME[name].needs_4 for name in pair)]
-    others = [pair for pair in every if pair not in set(needs_4)]
-    return others if world_size == 2 else needs_4 + random.Random(SEED).sample(others, SAMPLE_ON_4)
+Mistake = Callable[[Any], object]
+REFUSED: dict[str, tuple[type[FSDPError], Mistake]] = {
+    "give only one": (ArgumentError, lambda m: shard(m, zero=ZeroPolicy(3, None, 2), reshard_after_forward=True)),
+    "stage 0 shards nothing": (ArgumentError, lambda m: ZeroPolicy(0, shard_size=2)),
+    "not both": (ArgumentError, lambda m: ZeroPolicy(3, secondary_shard_size=2, shard_replicas=True)),
+    "shard_replicas": (UnsupportedError, lambda m: shard(m, zero=ZeroPolicy(3, 1, None, True), mp_policy=INT8)),
+    "on one mesh": (
+        ArgumentError,
+        lambda m: shard(m, shard_placement_fn=norm_apart).set_custom_all_gather(Gathers()),
+    ),
+    "expected a divisor": (ArgumentError, lambda m: shard(m, shard_placement_fn=norm_apart, reshard_after_forward=2)),
+    "narrower": (
+        ArgumentError,
+        lambda m: MixedPrecisionPolicy(reduce_dtype=torch.float16, reduce_scatter_dtype=torch.bfloat16),
+    ),
+    "leave one out": (ArgumentError, lambda m: shard(m, mp_policy=WIRE).set_custom_reduce_scatter(Scatters())),
+}
 
 
-@cache
-def covering(world_size: int) -> list[Names]:
-    """Sets that hold all `pairs`: each begins with a pair that is missing and takes, one by one, what adds the most."""
-    rng = random.Random(SEED)
-    missing = {frozenset(pair) for pair in pairs(world_size)}
-    order = pairs(world_size)
-    rng.shuffle(order)
-    sets = []
-    for pair in order:
-        if frozenset(pair) not in missing:
-            continue
-        chosen = list(pair)
-        while len(chosen) < SET_SIZE:
-            fit = [name for name in BY_NAME if name not in chosen and all(goes_together(name, c) for c in chosen)]
-            if world_size == 2:
-                fit = [name for name in fit if not BY_NAME[name].needs_4]
-            gains = {name: sum(frozenset((name, c)) in missing for c in chosen) for name in fit}
-            if not any(gains.values()):
-                break
-            most = max(gains.values())
-            chosen.append(rng.choice([name for name, gain in gains.items() if gain == most]))
-        missing -= {frozenset(each) for each in combinations(chosen, 2)}
-        sets.append(tuple(chosen))
-    return sets
-
-
-def train_all(rank: int, world_size: int, sets: Sequence[Names]) -> None:
-    """The body on every rank."""
-    for names in sets:
-        case = Case([BY_NAME[name] for name in names], rank, world_size)
-        try:
-            case.run()
-        except AssertionError:
-            raise
-        except Exception as error:
-            raise AssertionError(
-                f"{case.name} (rank {rank} of {world_size}): {type(error).__name__}: {error}"
-            ) from error
-
-
-def check(world_size: int, sets: Sequence[Names]) -> None:
-    __tracebackhide__ = True
-    try:
-        run_on_ranks(train_all, world_size, timeout_s=min(60 + 5 * len(sets), 150), sets=sets)
-    except RanksFailed as error:
-        message = str(error)
-    else:
-        return
-    pytest.fail(message, pytrace=False)
-
-
-@on_ranks(4)
+@on_ranks(2)
 def test_refused(rank: int, world_size: int) -> None:
+<<<<<<< HEAD
     """What does not go together is refused, with an error that says why, before anything runs."""
     for pair, refusal in REFUSED.items():
         names = sorted(pair)
@@ -110,3 +92,8 @@ def test_refused(rank: int, world_size: int) -> None:
 def test_together(world_size: int, batch: int) -> None:
     """They train as one process does."""
     check(world_size, covering(world_size)[batch :: NUM_BATCHES[world_size]])
+=======
+    for text, (kind, mistake) in REFUSED.items():
+        with pytest.raises(kind, match=text):
+            mistake(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, bias=False)))
+>>>>>>> 092e8103 (Draw the options that torch lacks in the fuzzer)

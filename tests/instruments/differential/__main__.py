@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--program", type=Path, help="run this kept program (.json)")
     parser.add_argument("--stop", type=int, default=10**9, help="after that many differences")
     parser.add_argument("--containing", default="", help="only programs that contain all of these words, by comma")
-    parser.add_argument("--between", action="store_true", help="programs of what is done between steps")
+    parser.add_argument("--kind", default="", choices=["", "between", "options"], help="see `generate`")
     parser.add_argument("--without", default="", help="blocks that are not to be used, by comma")
     parser.add_argument("--shrink", type=float, default=0.0, help="seconds to spend on making a difference small")
     parser.add_argument("--timeout", type=float, default=30.0)
@@ -38,7 +38,8 @@ def main() -> None:
     known: Counter[str] = Counter()
     seed = options.seed
     while time.monotonic() - start < options.seconds and seed - options.seed < options.count:
-        program = generate(seed, options.ranks, tuple(filter(None, options.without.split(","))), options.between)
+        without = tuple(filter(None, options.without.split(",")))
+        program = generate(seed, options.ranks, options.kind, without)
         if options.program:
             program, options.count = Program.from_json(options.program.read_text()), 1
         if not all(word in program.to_json() for word in options.containing.split(",")):

@@ -28,6 +28,23 @@ POLICIES = (
     "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)",
     "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)",
 )
+# What torch lacks, of which a program has one of the first, and one of the second.
+STAGES = (
+    "",
+    "",
+    "zero=ZeroPolicy(stage=0)",
+    "zero=ZeroPolicy(stage=1)",
+    "zero=ZeroPolicy(stage=2)",
+    "zero=ZeroPolicy(stage=3, secondary_shard_size=2)",
+    "zero=ZeroPolicy(stage=3, shard_replicas=True)",
+)
+TRAVELS = (
+    "",
+    "offload_policy=CPUOffloadPolicy(pin_memory=False)",
+    "mp_policy=Fsdp2Policy(all_gather_dtype=torch.int8)",
+    "mp_policy=Fsdp2Policy(reduce_scatter_dtype=torch.bfloat16)",
+    "mp_policy=Fsdp2Policy(reduce_dtype=torch.float16)",
+)
 OPTIMIZERS = (
     "torch.optim.SGD({}, lr=0.05)",
     "torch.optim.SGD({}, lr=0.05, momentum=0.9)",
@@ -63,6 +80,11 @@ SETTERS = {
     "set_modules_to_backward_prefetch": 3,
     "set_custom_all_gather": 1,
     "set_custom_reduce_scatter": 1,
+}
+BEYOND_TORCH = {
+    "set_auto_forward_prefetch": 3,
+    "set_keep_unsharded_storage": 3,
+    "set_separate_reduce_scatter_group": 2,
 }
 ODD = {
     "unshard": 3,

@@ -209,7 +209,9 @@ def local_part(whole: Tensor, like: DTensor) -> Tensor:
 
 
 def is_coarse(program: Program) -> bool:
-    return "float16" in program.options() or any("float16" in action.code for action in program.actions)
+    return any(word in program.options() for word in ("float16", "int8")) or any(
+        "float16" in action.code for action in program.actions
+    )
 
 
 def is_exact(program: Program) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from tests.instruments.differential.between import BLOCKS, Between, themes
 from tests.instruments.differential.choices import (
     AROUND,
+    BEYOND_TORCH,
     FRAMEWORKS,
     LEAVES,
     ODD,
@@ -13,7 +14,9 @@ from tests.instruments.differential.choices import (
     POLICIES,
     RECURSIVE,
     SETTERS,
+    STAGES,
     TORCH_REJECTS,
+    TRAVELS,
     UNTRANSFORMED,
 )
 from tests.instruments.differential.program import Action, Model, Node, Program
@@ -21,10 +24,12 @@ from tests.instruments.differential.program import Action, Model, Node, Program
 __all__ = ["generate"]
 
 
-def generate(seed: int, world_size: int, without: tuple[str, ...] = (), between: bool = False) -> Program:
-    """The program of a seed; `without` blocks of some kinds. `between`: one of what programs do between steps."""
-    rng = random.Random(f"{seed} on {world_size}{' between' if between else ''}")
-    return Generator(rng, world_size, without).program(seed, themes(rng) if between else ())
+def generate(seed: int, world_size: int, kind: str = "", without: tuple[str, ...] = ()) -> Program:
+    """The program of a seed, `without` some blocks. kind: "between", of what programs do between steps; "options", with
+    what torch lacks."""
+    rng = random.Random(f"{seed} on {world_size} {kind}".strip())
+    generator = Generator(rng, world_size, without)
+    return generator.program(seed, themes(rng) if kind == "between" else (), kind == "options")
 
 
 def _pick(rng: random.Random, weights: dict[str, int]) -> str:
@@ -49,17 +54,19 @@ class Generator:
         self.can_transform = self.has_doubles = self.is_reentrant = False
         self.mixed = self.forces_sum = self.has_tp = self.has_mesh = False
         self.zero, self.rest, self.policy = "", "[]", ""
+        self.setters = SETTERS
         self.reshards = 0.35  # how many units say whether they do
 
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
 
-    def program(self, seed: int, chosen: tuple[str, ...]) -> Program:
-        mesh, axes = self._mesh()
+    def program(self, seed: int, chosen: tuple[str, ...], beyond: bool) -> Program:
+        mesh, axes = self._draw_beyond() if beyond else self._mesh()
         self.has_mesh = len(axes) > 1
         self.has_tp = "tp" in axes
         self.shard_size = mesh[axes.index("shard")]
-        self.zero = "" if self.has_tp or self.chance(0.93) else f"zero=ZeroPolicy(stage={self.rng.randint(0, 3)})"
+        if not beyond and not self.has_tp and not self.chance(0.93):
+            self.zero = f"zero=ZeroPolicy(stage={self.rng.randint(0, 3)})"
         if chosen:
             self.reshards, self.zero = 0.12, self.zero if self.chance(0.5) else ""
         self.mixed = not self.zero and self.chance(0.2)
@@ -92,7 +99,7 @@ class Generator:
             params = f'[{{"params": {every}[:2]}}, {{"params": {every}[2:3], "lr": 0.02}}]'
             if self.chance(0.6):
                 params, self.rest = f'{params[:-1]}, {{"params": {self.rest}, "weight_decay": 0.2}}]', "[]"
-        optimizer = "optimizer = " + self.rng.choice(OPTIMIZERS).replace("{}", params)
+        optimizer = "optimizer = " + self.rng.choice(OPTIMIZERS[:2] if beyond else OPTIMIZERS).replace("{}", params)
         optimizer += "; scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)"
         optimizer += '; scaler = torch.amp.GradScaler("cpu", init_scale=4.0)'
         before: tuple[Action, ...] = ()
@@ -111,6 +118,21 @@ class Generator:
             return (self.world_size // 2, 2), ("shard", "tp")
         replicas = self.rng.choice([n for n in (1, 2, 4) if self.world_size % n == 0])
         return (replicas, self.world_size // replicas), ("replicate", "shard")
+
+    def _draw_beyond(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Options that torch lacks, and a mesh for them. Some round numbers: what hangs on signs, and frameworks, are
+        left to the other programs."""
+        stages = [each for each in STAGES if self.world_size == 4 or "secondary" not in each]
+        stage, travels = self.rng.choice(stages), self.rng.choice(TRAVELS)
+        if "replicas" in stage and "int8" in travels:
+            travels = ""  # refused
+        self.zero = ", ".join(filter(None, (stage, travels))) or "zero=ZeroPolicy(stage=2)"
+        self.frameworks = {}
+        self.leaves.pop("Embed", None)
+        self.setters = {name: weight for name, weight in SETTERS.items() if "custom" not in name} | BEYOND_TORCH
+        if "replicas" in stage or (self.chance(0.3) and "secondary" not in stage):
+            return (2, self.world_size // 2), ("replicate", "shard")
+        return (self.world_size,), ("shard",)
 
     # --- models -------------------------------------------------------------------------------------------------------
 
@@ -155,8 +177,8 @@ class Generator:
         if self.zero:
             return self.zero
         if self.chance(self.reshards):
-            choices = ["True", "False"] + (["2"] if self.shard_size == 4 else [])
-            options.append(f"reshard_after_forward={self.rng.choice(choices)}")
+            values = ["True", "False"] + (["2"] if self.shard_size == 4 else [])
+            options.append(f"reshard_after_forward={self.rng.choice(values)}")
         if self.policy or (self.mixed and self.chance(0.8)):
             options.append(self.policy or self.rng.choice(POLICIES))
         if not self.has_tp and self.chance(0.06):
@@ -397,7 +419,7 @@ class Generator:
         single = self._single()
         model = self.models[0]
         on = self.rng.choice(model.roots()) if self.chance(0.5) else self.rng.choice(single)
-        name = _pick(self.rng, SETTERS)
+        name = _pick(self.rng, self.setters)
         if name == "set_is_last_backward" and model.options is None:
             self.set_all(name, model, self.chance(0.5))
             return

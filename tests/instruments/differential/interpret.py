@@ -380,6 +380,8 @@ class _Run:
             loss={},
             saved={},
             handles={},
+            CPUOffloadPolicy=torch.distributed.fsdp.CPUOffloadPolicy,
+            Fsdp2Policy=fsdp2.MixedPrecisionPolicy,
             ZeroPolicy=fsdp2.ZeroPolicy,
             local_optimizer=lambda kind, params, **options: kind(params, **options),
             clip_grad_norm_=torch.nn.utils.clip_grad_norm_,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests.instruments.differential.choices import BEYOND_TORCH
 from tests.instruments.differential.program import Action, Program
 
 __all__ = [
@@ -257,9 +258,13 @@ KNOWN = (
         fsdp2_raises="attempting to assign a gradient with dtype",
     ),
     Known(
-        "stages of ZeRO",
-        "torch: none; fsdp2: `ZeroPolicy`",
-        in_program=lambda program: "ZeroPolicy" in program.options(),
+        "stages of ZeRO, and other options that torch lacks",
+        "torch: none; fsdp2: `ZeroPolicy`, fields of `MixedPrecisionPolicy`, setters",
+        in_program=lambda program: (
+            "ZeroPolicy" in program.options()
+            or "Fsdp2Policy" in program.options()
+            or any(action.kind in BEYOND_TORCH for action in program.actions)
+        ),
     ),
     Known(
         "a backward that raises: gradients of units that were through",

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.collectives import Gathers, Scatters  # noqa: F401 - programs use them
+
 DIM = 6
 ROWS = 4
 
@@ -426,24 +428,6 @@ class Views(Seq):
             out = {"left": each(x)[..., :3], "right": x[..., 3:]}
             x = torch.cat([out["right"], out["left"]], -1)
         return x
-
-
-class Gathers:
-    """An all-gather of the user's own."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
-        return torch.distributed.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class Scatters(Gathers):
-    """A reduce-scatter of the user's own."""
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
-        scatter = torch.distributed.reduce_scatter_tensor
-        return scatter(output_tensor, input_tensor, op, group=group, async_op=async_op)
 
 
 def loss_of(out: Tensor) -> Tensor:
