@@ -12,23 +12,25 @@ __all__ = ["Mutant", "mutated"]
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wait, record or keep-alive that is taken out of the library.
+    """A fault of the library, such as a wait that is taken out.
 
     Attributes:
         module: below ``fsdp2``.
         old, new: text that the module has once, and what stands there instead.
         program: runs the line with something at stake.
+        also: more of these texts.
     """
 
     name: str
     module: str
     old: str
     new: str
-    program: str
+    program: str = ""
+    also: tuple[tuple[str, str], ...] = ()
 
     def planted(self) -> AbstractContextManager[None]:
         """The library has the fault."""
-        return mutated(self.module, [(self.old, self.new)])
+        return mutated(self.module, [(self.old, self.new), *self.also])
 
 
 @contextmanager

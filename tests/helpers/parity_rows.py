@@ -198,15 +198,11 @@ claim(
 
 MODULE = f"{SHARD}(module)"
 claim(MODULE, "errors", "a second time", "AssertionError")(fails(lambda m, api: api.fully_shard(m)))
-claim(MODULE, "errors", "`ModuleList` without forward", "ValueError")(
-    fails(lambda m, api: api.fully_shard(nn.ModuleList([linears()])))
-)
 
 MESH = f"{SHARD}(mesh=)"
 claim(MESH, "touches", "2-D: replicated over the first axis, sharded over the second", "(Replicate(), Shard(dim=0))")(
     lambda api: str(hsdp(api)[0].weight.placements)
 )
-claim(MESH, "errors", "by position", "TypeError")(fails(lambda m, api: api.fully_shard(linears(), None)))
 
 RAF = f"{SHARD}(reshard_after_forward=)"
 WHAT = "None: True, but False for the root (sharded after forward: inner unit, root)"
@@ -219,9 +215,6 @@ for value, what, seen in (
     claim(RAF, "touches", what, seen)(
         sees(forms, make=lambda api, value=value: two_units(api, reshard_after_forward=value), run=forward)
     )
-claim(RAF, "errors", "no divisor of the shard axis", "ValueError")(
-    fails(lambda m, api: api.fully_shard(linears(), reshard_after_forward=3))
-)
 
 PLACEMENT = f"{SHARD}(shard_placement_fn=)"
 
@@ -245,29 +238,6 @@ def _(api: Any) -> tuple[str, str]:
     seen: list[torch.dtype] = []
     model.register_forward_hook(lambda module, _args, _out: seen.append(module.weight.dtype), prepend=True)
     return str(forward(model).dtype), str(seen[0])
-
-
-def uncast(api: Any) -> Any:
-    return api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
-
-
-BELOW = "not to units below (dtype of parameters in forward: inner unit, root)"
-
-
-@claim(POLICY, "recursion", BELOW, ("torch.float32", "torch.bfloat16"))
-def _(api: Any) -> tuple[str, ...]:
-    model, seen = linears(), list[str]()
-    api.fully_shard(model[0])
-    api.fully_shard(model, mp_policy=uncast(api))
-    for layer in model:
-        layer.register_forward_pre_hook(lambda layer, _args: seen.append(str(layer.weight.dtype)))
-    error(lambda: forward(model))
-    return tuple(seen)
-
-
-claim(POLICY, "errors", "`cast_forward_inputs=False`, and inputs of another dtype", "RuntimeError")(
-    lambda api: error(lambda: forward(two_units(api, mp_policy=uncast(api))))
-)
 
 
 def reduces_in(api: Any, **dtypes: Any) -> float:
@@ -341,23 +311,11 @@ def unshard_returns(api: Any) -> tuple[bool, bool]:
     return model[0].unshard() is None, isinstance(handle, api.UnshardHandle) and not forms(model)[1]
 
 
-claim(UNSHARD, "interplay", "a forward reshards what was unsharded before", (True, True))(
-    sees(
-        forms,
-        *(lambda m: m.unshard(), lambda m: m[0].unshard()),
-        make=lambda api: two_units(api, reshard_after_forward=True),
-        run=forward,
-    )
-)
 claim("UnshardHandle.wait", "order", "twice is as once")(lambda api: unshard_returns(api)[1])
 
 claim("FSDPModule.reshard", "touches", "the unit of the module, no other", (False, True))(
     sees(forms, lambda m: m.unshard(), lambda m: m[0].unshard(), run=lambda m: m.reshard())
 )
-claim("FSDPModule.reshard", "returns", "None, also where nothing is unsharded")(
-    lambda api: two_units(api).reshard() is None
-)
-
 RESET = "FSDPModule.reset_iter_state"
 claim(RESET, "order", "after a forward without backward the next iteration is clean", (True, True))(
     sees(graded, forward, lambda m: m.reset_iter_state())
@@ -374,58 +332,14 @@ claim(LAST, "order", "gradients are there after the last backward", (True, True)
 )
 
 
-def not_last_once(unit: Check) -> Check:
-    """What is sharded after a backward that is not the last, as `unit` was told."""
-
-    def check(api: Any) -> tuple[bool, ...]:
-        model = two_units(api)
-        backward(model)
-        model.zero_grad()
-        unit(model).set_is_last_backward(False)
-        backward(model)
-        seen = forms(model)
-        model.set_is_last_backward(True)
-        backward(model)
-        return seen
-
-    return check
-
-
-claim(LAST, "touches", "False: units reshard all the same (sharded afterwards)", (True, True))(
-    not_last_once(lambda m: m)
-)
-TREE = "the whole tree of the root, on whatever unit it is called (sharded afterwards)"
-claim(LAST, "recursion", TREE, (True, True))(not_last_once(lambda m: m[0]))
-
-
-@claim("FSDPModule.set_requires_gradient_sync, and all other setters", "returns", "None")
-def _(api: Any) -> bool:
-    model = two_units(api)
-    switches = [
-        name for name in vars(api.FSDPModule) if name.startswith("set_") and name.endswith(("_sync", "_backward"))
-    ]
-    switches += ["set_requires_all_reduce", "set_reshard_after_forward", "set_reduce_scatter_unused_params"]
-    returned = [getattr(model, name)(True) for name in switches if "manual" not in name]
-    returned += [model.set_reduce_scatter_max_input_buffers(1), model.set_modules_to_forward_prefetch([])]
-    returned += [model.set_all_reduce_hook(lambda flat: None), model.set_force_sum_reduction_for_comms(True)]
-    returned += [model.set_separate_reduce_scatter_group(False), model.set_modules_to_backward_prefetch([])]
-    return returned == [None] * len(returned) and len(returned) >= 9
-
-
 SYNC = "FSDPModule.set_requires_gradient_sync"
 no_sync: Check = lambda m: m.set_requires_gradient_sync(False)  # noqa: E731
 sync: Check = lambda m: m.set_requires_gradient_sync(True)  # noqa: E731
 no_all_reduce: Check = lambda m: m.set_requires_all_reduce(False)  # noqa: E731
-claim(SYNC, "touches", "reductions alone: units reshard without sync too (sharded afterwards)", (True, True))(
-    sees(forms, no_sync)
-)
 claim(SYNC, "errors", "a text in place of a bool", "", "ValueError", why="a text is true")(
     fails(lambda m, api: m.set_requires_gradient_sync("no"))
 )
 claim(SYNC, "recursion", "recursive (gradients after False: inner unit, root)", (False, False))(sees(graded, no_sync))
-claim(SYNC, "recursion", "`recurse=False`: this unit", (True, False))(
-    sees(graded, lambda m: m.set_requires_gradient_sync(False, recurse=False))
-)
 claim(SYNC, "order", "the next backward with True reduces the sum of all", 4.0)(sees(row_sum, no_sync, backward, sync))
 claim(SYNC, "interplay", "sets `set_requires_all_reduce` too, if it is called later (HSDP)", (True, True))(
     sees(graded, no_all_reduce, sync, make=hsdp)
@@ -436,9 +350,6 @@ claim(SYNC, "interplay", "... and not if it is called before", (False, False))(
 
 ALL_REDUCE = "FSDPModule.set_requires_all_reduce"
 claim(ALL_REDUCE, "recursion", "recursive (HSDP)", (False, False))(sees(graded, no_all_reduce, make=hsdp))
-claim(ALL_REDUCE, "recursion", "`recurse=False`: this unit", (True, False))(
-    sees(graded, lambda m: m.set_requires_all_reduce(False, recurse=False), make=hsdp)
-)
 claim(ALL_REDUCE, "order", "the next backward with True reduces the sum of all (HSDP)", 4.0)(
     sees(row_sum, no_all_reduce, backward, lambda m: m.set_requires_all_reduce(True), make=hsdp)
 )
@@ -458,19 +369,13 @@ BACKWARD = "FSDPModule.set_reshard_after_backward"
 claim(BACKWARD, "recursion", "recursive (sharded after backward with False)", (False, False))(
     sees(forms, lambda m: m.set_reshard_after_backward(False))
 )
-claim(BACKWARD, "recursion", "`recurse=False`: this unit", (True, False))(
-    sees(forms, lambda m: m.set_reshard_after_backward(False, recurse=False))
-)
 
 
-def prefetches(which: str, forget: bool = False) -> Check:
+def prefetches(which: str) -> Check:
     def check(api: Any) -> list[str]:
         model = three_units(api)
         source, target = (model[0], model[2]) if which == "forward" else (model[2], model[0])
-        prefetch = getattr(source, f"set_modules_to_{which}_prefetch")
-        prefetch([target])
-        if forget:
-            prefetch([])
+        getattr(source, f"set_modules_to_{which}_prefetch")([target])
         backward(model)
         return phases(model, f"FSDP::{which}_prefetch")
 
@@ -479,13 +384,11 @@ def prefetches(which: str, forget: bool = False) -> Check:
 
 PREFETCH, PREFETCH_BACK = (f"FSDPModule.set_modules_to_{which}_prefetch" for which in ("forward", "backward"))
 claim(PREFETCH, "touches", "one unit", ["FSDP::forward_prefetch for 2"])(prefetches("forward"))
-claim(PREFETCH, "order", "an empty list undoes it", [])(prefetches("forward", True))
 claim(PREFETCH, "errors", "a module that is not sharded", "ValueError")(
     fails(lambda m, api: m.set_modules_to_forward_prefetch([*linears()]))
 )
-BACK = ["FSDP::backward_prefetch for 0", "FSDP::backward_prefetch for 1"]
-claim(PREFETCH_BACK, "touches", "one unit, in place of the one before it in forward", BACK[:1])(prefetches("backward"))
-claim(PREFETCH_BACK, "order", "an empty list restores that", BACK)(prefetches("backward", True))
+BACK = ["FSDP::backward_prefetch for 0"]
+claim(PREFETCH_BACK, "touches", "one unit, in place of the one before it in forward", BACK)(prefetches("backward"))
 claim(PREFETCH_BACK, "errors", "a module that is not sharded", "ValueError")(
     fails(lambda m, api: m.set_modules_to_backward_prefetch([*linears()]))
 )
@@ -507,19 +410,6 @@ for method, kind, calls in (("set_custom_all_gather", Gathers, 2), ("set_custom_
     )
 
 HOOK = "FSDPModule.set_all_reduce_hook"
-
-
-def hooks(*calls: Check) -> Check:
-    def check(api: Any) -> tuple[int, ...]:
-        seen = list[int]()
-        hook: Check = lambda m: m.set_all_reduce_hook(lambda flat: seen.append(flat.numel()))  # noqa: E731
-        return sees(lambda m: tuple(seen), hook, *calls)(api)
-
-    return check
-
-
-claim(HOOK, "touches", "one unit: elements of the flat gradients it gets in a step", (10,))(hooks())
-claim(HOOK, "interplay", "is not called without sync", ())(hooks(no_sync))
 claim(HOOK, "interplay", "what it changes in place counts", 6.0)(
     sees(row_sum, lambda m: m.set_all_reduce_hook(lambda flat: flat.mul_(3)))
 )
@@ -529,19 +419,6 @@ claim("FSDPModule.set_post_optim_event", "returns", "None")(
 
 DIVIDE = "FSDPModule.set_gradient_divide_factor"
 force_sum: Check = lambda m: m.set_force_sum_reduction_for_comms(True)  # noqa: E731
-RATIO = "one unit (gradient of the root with factor 1; ratio to one process of the inner)"
-
-
-@claim(DIVIDE, "touches", RATIO, (4.0, 1.0))
-def _(api: Any) -> tuple[float, float]:
-    model, plain = two_units(api), linears()
-    for unit in (model, model[0]):
-        unit.set_force_sum_reduction_for_comms(True)
-    model.set_gradient_divide_factor(1.0)
-    backward(model)
-    backward(plain)
-    ratio = model[0].bias.grad.full_tensor()[0] / plain[0].bias.grad[0]
-    return row_sum(model), round(float(ratio), 3)
 
 
 @claim(DIVIDE, "errors", "on gloo", "RuntimeError", 4.0, why="divided after the sum")
@@ -592,14 +469,10 @@ claim(UNUSED, "touches", "default: a parameter without gradient gets none", (Fal
 claim(UNUSED, "recursion", "recursive (zeros where True)", (True, True))(
     sees(unused_graded, lambda m: m.set_reduce_scatter_unused_params(True), make=branches)
 )
-claim(UNUSED, "recursion", "`recurse=False`: this unit", (False, True))(
-    sees(unused_graded, lambda m: m.set_reduce_scatter_unused_params(True, recurse=False), make=branches)
-)
 
 BUFFERS = "FSDPModule.set_reduce_scatter_max_input_buffers"
 claim(BUFFERS, "touches", "timing only", 2.0)(sees(row_sum, lambda m: m.set_reduce_scatter_max_input_buffers(3)))
 claim(BUFFERS, "errors", "0", "ValueError")(fails(lambda m, api: m.set_reduce_scatter_max_input_buffers(0)))
-claim(BUFFERS, "errors", "a text", "TypeError")(fails(lambda m, api: m.set_reduce_scatter_max_input_buffers("2")))
 GROUP = "FSDPModule.set_separate_reduce_scatter_group"
 claim(GROUP, "touches", "where reduce-scatters travel; the gradients stay", 2.0)(
     sees(row_sum, lambda m: m.set_separate_reduce_scatter_group())
