@@ -24,11 +24,10 @@ from tests.instruments.differential.program import Action, Model, Node, Program
 __all__ = ["generate"]
 
 
-def generate(seed: int, world_size: int, kind: str = "", without: tuple[str, ...] = ()) -> Program:
-    """The program of a seed, `without` some blocks. kind: "between", of what programs do between steps; "options", with
-    what torch lacks."""
+def generate(seed: int, world_size: int, kind: str = "") -> Program:
+    """The program of a seed. kind: "between", of what programs do between steps; "options", with what torch lacks."""
     rng = random.Random(f"{seed} on {world_size} {kind}".strip())
-    generator = Generator(rng, world_size, without)
+    generator = Generator(rng, world_size)
     return generator.program(seed, themes(rng) if kind == "between" else (), kind == "options")
 
 
@@ -37,10 +36,9 @@ def _pick(rng: random.Random, weights: dict[str, int]) -> str:
 
 
 class Generator:
-    def __init__(self, rng: random.Random, world_size: int, without: tuple[str, ...]) -> None:
+    def __init__(self, rng: random.Random, world_size: int) -> None:
         self.rng, self.world_size = rng, world_size
-        self.leaves = {kind: weight for kind, weight in LEAVES.items() if kind not in without}
-        self.frameworks = {kind: weight for kind, weight in FRAMEWORKS.items() if kind not in without}
+        self.leaves, self.frameworks, self.setters = dict(LEAVES), FRAMEWORKS, SETTERS
         self.actions: list[Action] = []
         self.slots: dict[int, bool] = {}  # losses that have not gone backward; whether under autocast, say
         self.next_slot = 0
@@ -54,7 +52,6 @@ class Generator:
         self.can_transform = self.has_doubles = self.is_reentrant = False
         self.mixed = self.forces_sum = self.has_tp = self.has_mesh = False
         self.zero, self.rest, self.policy = "", "[]", ""
-        self.setters = SETTERS
         self.reshards = 0.35  # how many units say whether they do
 
     def chance(self, probability: float) -> bool:

@@ -49,18 +49,9 @@ from tests.instruments.differential.program import Action, Program
 
 __all__ = ["Result", "run_program"]
 
-USE_PARAMETERS = (
-    "clip",
-    "step",
-    "scaler",
-    "zero_grad",
-    "load_state_dict",
-    "edit",
-    "data",
-    "average",
-    "optimizer",
-    "late",
-)
+USE_PARAMETERS = {
+    *("clip", "step", "scaler", "zero_grad", "load_state_dict", "edit", "data", "average", "optimizer", "late"),
+}
 
 
 @dataclass
@@ -206,7 +197,8 @@ class _Run:
             theirs = None
             self.used.append(reason)
         elif type(errors["torch"]) is not type(errors["fsdp2"]):
-            return self._differs("exception", -1, f"fully_shard: torch {errors['torch']!r}, fsdp2 {errors['fsdp2']!r}")
+            text = f"fully_shard: torch {errors['torch']!r}, fsdp2 {errors['fsdp2']!r}"
+            return Result("exception", text, ran=self.ran)
         if errors["fsdp2"] is not None:
             return Result("same", ended=f"fully_shard: {errors['fsdp2']!r}")
         return self._actions(ours, theirs, plain)
@@ -225,13 +217,11 @@ class _Run:
                 apart = forms_differ(self._observe(ours), self._observe(theirs), self.program)
                 if self._any(apart):  # only one of them will compute with what the unsharded ones were
                     if not any(is_evaluation(each) for each in self.program.actions[:at]):
-                        return Result(
-                            "same", at=at, ran=self.ran, ended="parameters change while one side has unsharded ones"
-                        )
+                        return self._ended(at, "parameters change while one side has unsharded ones")
                     theirs = None
                     self.used.append(EVALUATED)
             if plain.late and action.kind in ("clip", "step", "scaler", "zero_grad", "hand", "forget"):
-                return Result("same", at=at, ran=self.ran, ended="gradients are used while they are held back")
+                return self._ended(at, "gradients are used while they are held back")
             if plain.unsure and action.kind in ("clip", "step", "scaler"):
                 plain.lost = True  # gradients that one process does not have change parameters
             if "autograd.grad" in action.code and self.program.kinds() & WRITE_GRADIENTS:
@@ -266,47 +256,48 @@ class _Run:
                     theirs = None
             if refused := fsdp2_refuses(errors[0], errors[1]) or may_refuse(self.program, at, errors[0]):
                 self.used.append(refused)
-                return Result("same", at=at, ran=self.ran, ended=refused)
+                return self._ended(at, refused)
             self.assigned |= action.kind == "data"
             self.unheard = asks_by_name(action) or (self.unheard and action.kind != "step")
             asked = self.assigned or any(map(asks_by_name, self.program.actions[: at + 1]))
             if asked and self._any(ours.warned):
-                return Result(
-                    "same", at=at, ran=self.ran, ended="warned: gradients asked for by name, or assigned data"
-                )
+                return self._ended(at, "warned: gradients asked for by name, or assigned data")
             if self.unheard:
                 continue
-            is_alone = theirs is None or "support deepcopy" in str(errors[1])
-            blind = errors[2] is None or isinstance(errors[2], models.Boom)
-            mixes = errors[0] is None and "must have the same dtype" in str(errors[2])
-            if theirs is None and mixes and is_coarse(self.program):  # recomputed without autocast, in other dtypes
-                return Result("same", at=at, ran=self.ran, ended="one process computes in one dtype")
-            if theirs is None and self.program.has_tp and "setup_context staticmethod" in str(errors[0]):
-                return Result("same", at=at, ran=self.ran, ended="tensor parallelism has no transforms of torch.func")
-            if is_alone and errors[0] is not None and blind and is_coarse(self.program):
-                return Result("same", at=at, ran=self.ran, ended="one process computes in one dtype")
-            if theirs is None and "storage of size 0" in str(errors[0]) and not _unshards(self.program):
-                return Result("same", at=at, ran=self.ran, ended="backward reads what it was told not to unshard")
-            if theirs is None and "different number of tensors" in str(errors[2]):
-                return Result("same", at=at, ran=self.ran, ended="one process checkpoints what was frozen since")
-            if theirs is None and plain.lost:
-                return Result("same", at=at, ran=self.ran, ended="nothing to compare with: one process does not know")
-            if theirs is None and "inplace operation" in str(errors[2]):
-                return Result(
-                    "same", at=at, ran=self.ran, ended="one process cannot: a step between forward and backward"
-                )
-            if theirs is None and isinstance(errors[0], fsdp2.OrderError) and "became a root" in str(errors[0]):
-                return Result("same", at=at, ran=self.ran, ended="one process has no root")
+            if ended := self._cannot_tell(errors, theirs is None, plain):
+                return self._ended(at, ended)
             difference = self._compare(at, action, errors, ours, theirs, plain)
             if self._any(difference is not None):
                 return difference or Result("elsewhere", ran=self.ran)
             error = errors[0]
             if error is not None and not isinstance(error, models.Boom) and not action.kind.startswith("set_"):
                 where = "torch and fsdp2" if theirs is not None else "fsdp2"
-                return Result(
-                    "same", at=at, ran=self.ran, ended=f"{action.kind}: {where}: {type(error).__name__}: {error}"[:300]
-                )
+                return self._ended(at, f"{action.kind}: {where}: {type(error).__name__}: {error}"[:300])
         return Result("same", ran=self.ran)
+
+    def _ended(self, at: int, why: str) -> Result:
+        return Result("same", at=at, ran=self.ran, ended=why)
+
+    def _cannot_tell(self, errors: list[Exception | None], alone: bool, plain: OneProcess) -> str:
+        """Why nothing can be said of an action, for which one process is the only reference; empty if something can."""
+        error, of_torch, of_plain = errors
+        ours, whole, coarse = str(error), str(of_plain), is_coarse(self.program)
+        blind = error is not None and (of_plain is None or isinstance(of_plain, models.Boom))
+        one_dtype = "one process computes in one dtype"
+        if coarse and blind and "support deepcopy" in str(of_torch):
+            return one_dtype
+        reasons = {
+            # What is recomputed without autocast is in other dtypes.
+            one_dtype: coarse and (blind or (error is None and "must have the same dtype" in whole)),
+            "tensor parallelism has no transforms of torch.func": self.program.has_tp and "setup_context" in ours,
+            "backward reads what it was told not to unshard": "storage of size 0" in ours
+            and not _unshards(self.program),
+            "one process checkpoints what was frozen since": "different number of tensors" in whole,
+            "nothing to compare with: one process does not know": plain.lost,
+            "one process cannot: a step between forward and backward": "inplace operation" in whole,
+            "one process has no root": isinstance(error, fsdp2.OrderError) and "became a root" in ours,
+        }
+        return next((why for why, holds in reasons.items() if holds), "") if alone else ""
 
     def _compare(
         self,
@@ -321,9 +312,9 @@ class _Run:
         if theirs is not None:
             if not tolerates_type(self.program, action, error, of_torch):
                 text = f"torch: {of_torch!r}\nfsdp2: {error!r}\none process: {of_plain!r}"
-                return self._differs("exception", at, text[:1500])
+                return Result("exception", text[:1500], at, ran=self.ran)
         elif type(error) is not type(of_plain):
-            return self._differs("exception", at, f"fsdp2: {error!r}\none process: {of_plain!r}"[:1500])
+            return Result("exception", f"fsdp2: {error!r}\none process: {of_plain!r}"[:1500], at, ran=self.ran)
         if error is not None and theirs is not None and not isinstance(error, models.Boom):
             return None  # the run ends here, where these happened
         seen = self._observe(ours)
@@ -346,9 +337,6 @@ class _Run:
                 (False, False): "one process agrees with neither",
             }[against is None, other is None]
             text += f"\n{verdict}"
-        return self._differs(kind, at, text)
-
-    def _differs(self, kind: str, at: int, text: str) -> Result:
         return Result(kind, text, at, ran=self.ran)
 
     def _any(self, value: bool) -> bool:
