@@ -6,7 +6,6 @@ all of them.
 """
 
 import copy
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -282,12 +280,6 @@ class Race:
             wanted = shard_like(plain_param.grad, param)
             self._same(f"{when}: gradient of {name}, against one process", local(param.grad), wanted, False)
             self._same(f"{when}: {name}, against one process", local(param), shard_like(plain_param, param), False)
-
-
-def expect(rank: int, actual: str, expected: str) -> None:
-    """`assert_expected_inline` on every rank; with EXPECTTEST_ACCEPT=1 only rank 0 rewrites the test."""
-    if rank == 0 or not os.environ.get("EXPECTTEST_ACCEPT"):
-        assert_expected_inline(actual, expected, skip=1)
 
 
 def count(log: Iterable[fsdp2.events.Event], *kinds: str) -> dict[str, int]:

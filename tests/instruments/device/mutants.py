@@ -117,6 +117,13 @@ MORE: tuple[Mutant, ...] = (
         "stepped_aside",
     ),
     Mutant(
+        "disk: files are written while the device copies",
+        DISK,
+        "self._there.to(HOST)",
+        "self._there.to(HOST, non_blocking=True)",
+        "states_on_disk",
+    ),
+    Mutant(
         "disk: what is read is not waited for",
         DISK,
         "        wait(self._begun)\n        for read in self._begun:\n            read.result()\n",

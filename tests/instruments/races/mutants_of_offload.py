@@ -4,7 +4,7 @@ from tests.helpers.mutants import Mutant
 
 __all__ = ["OF_OFFLOAD"]
 
-PART, DISK, ACTIVATIONS = "optim.offloaded_part", "optim.on_disk", "extras.activations"
+PART, ACTIVATIONS = "optim.offloaded_part", "extras.activations"
 STORE = """\
             try:
                 self._store()
@@ -74,14 +74,6 @@ OF_OFFLOAD: tuple[Mutant, ...] = (
         "        self.wait()\n        state: d",
         "        state: d",
         "staged_states",
-    ),
-    # --- states in files ---
-    Mutant(
-        "disk: files are written while the device copies",
-        DISK,
-        "self._there.to(HOST)",
-        "self._there.to(HOST, non_blocking=True)",
-        "states_on_disk",
     ),
     # --- activations in host memory ---
     Mutant(

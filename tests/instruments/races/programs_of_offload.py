@@ -1,12 +1,8 @@
-"""Programs for the detector: what is in host memory, or in files, for a while."""
+"""Programs for the detector: what is in host memory for a while."""
 
 import copy
-import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from threading import BoundedSemaphore
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +10,9 @@ from torch import Tensor
 
 import fsdp2
 import fsdp2.extras.one_block as shard_memory
-import fsdp2.optim.offloaded_part as offloaded_part
-import fsdp2.optim.on_disk as on_disk
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, offload_optimizer, step_in_backward
 from fsdp2.extras.host_memory import standing_for_host
-from tests.instruments.races.detector import HOME, Detector
+from tests.instruments.races.detector import HOME
 from tests.instruments.races.host import host_memory
 from tests.instruments.races.nets import Look, batch, net, results, sharded, step
 
@@ -107,37 +101,6 @@ def stepped_by_host(rank: int, look: Look) -> list[Tensor]:
     ]
 
 
-def states_on_disk(rank: int, look: Look) -> list[Tensor]:
-    """States are in files between the steps of the device; then of the host, too."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        if look is not None:
-            patch.setattr(offloaded_part, "simulation", lambda: None)  # with which states would stay in memory
-            patch.setattr(on_disk, "HOST", HOME)
-            pool = _AtOnce(look)
-            threads = on_disk._Threads(BoundedSemaphore(on_disk.IN_MEMORY), pool, pool, pool)  # type: ignore[arg-type]
-            patch.setattr(on_disk, "_threads", lambda: threads)
-        return [
-            *trained_aside(Offload(tier=folder), rank, look),
-            *trained_aside(Offload(grads=True, params=True, tier=folder), rank, look),
-        ]
-
-
-class _AtOnce:
-    """Runs at once what threads do. The detector sees that the host uses the memory of a file's bytes."""
-
-    def __init__(self, look: Detector):
-        self._look = look
-
-    def submit(self, task: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        for memory in (each for each in arguments if isinstance(each, memoryview)):
-            values = torch.frombuffer(memory, dtype=torch.uint8)
-            assert self._look.belongs_to_host(values)
-            values.add_(0)
-        done.set_result(task(*arguments))
-        return done
-
-
 def activations(rank: int, look: Look) -> list[Tensor]:
     """Saved activations are in host memory for a while: all, and as many as a budget requires. One backward ends early,
     when what the block before has saved is under way."""
@@ -166,6 +129,5 @@ OF_OFFLOAD: dict[str, tuple[int, Callable[[int, Look], list[Tensor]]]] = {
     "stepped_aside": (2, stepped_aside),
     "staged_states": (2, staged_states),
     "stepped_by_host": (2, stepped_by_host),
-    "states_on_disk": (2, states_on_disk),
     "activations": (2, activations),
 }
