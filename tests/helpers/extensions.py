@@ -24,17 +24,9 @@ class Wrapped(torch.Tensor):
     """
 
     KEEPS = (
-        aten.empty_like.default,
-        aten.new_zeros.default,
-        aten.slice.Tensor,
-        aten.copy_.default,
-        aten.view.default,
-        aten.as_strided.default,
-        aten._to_copy.default,
-        aten._pin_memory.default,
-        aten.split.Tensor,
-        aten.clone.default,
-        aten.detach.default,
+        *(aten.empty_like.default, aten.new_zeros.default, aten.slice.Tensor, aten.copy_.default, aten.view.default),
+        *(aten.as_strided.default, aten._to_copy.default, aten._pin_memory.default, aten.split.Tensor),
+        *(aten.clone.default, aten.detach.default),
     )
     plain: Tensor
     seen: dict[str, list[Any]]

@@ -1,7 +1,5 @@
-"""The differences from torch's FSDP2 that are known and wanted, each with its reason.
-
-What is not in it is a bug, here or in torch.
-"""
+"""The differences from torch's FSDP2 that are known and wanted. What is not in it is a bug, here or in torch; but for
+what `compare.py` does not compare, and says why."""
 
 import re
 from collections.abc import Callable
@@ -267,17 +265,9 @@ KNOWN = (
         ),
     ),
     Known(
-        "a backward that raises: gradients of units that were through",
-        "torch: visible; fsdp2: dropped with the others by `reset_iter_state`",
-    ),
-    Known(
         "`requires_grad_` on a parameter that is unsharded",
         "torch: the sharded parameter does not follow; fsdp2: it follows",
         at_action=lambda program, action, situation: action.kind == "freeze" and situation.unsharded,
-    ),
-    Known(
-        "dtype of the norm that `fsdp2.clip_grad_norm_` returns, with a float64 parameter",
-        "torch: that of the gradients; fsdp2: float64",
     ),
     Known(
         "`to` another dtype and back, after a forward",
@@ -311,11 +301,6 @@ KNOWN = (
         fsdp2_raises="gradients of .* were not reduced",
     ),
     Known(
-        "gradients while `set_is_last_backward(False)` holds",
-        "torch: visible on the sharded parameters, though perhaps not complete; "
-        "fsdp2: handed over by the last backward",
-    ),
-    Known(
         "reentrant checkpoint around a unit that runs twice in a step",
         "torch: gradients differ from one process; the unit stays unsharded; fsdp2: gradients as in one process",
         in_program=lambda program: "reentrant=True" in program.source() and runs_twice(program),
@@ -340,19 +325,10 @@ KNOWN = (
         ),
     ),
     Known(
-        "an int for `reshard_after_forward`, uneven parameters: what the module holds between forward and backward",
-        "torch: padded rows, at wrong places; fsdp2: the rows of this rank in the smaller group",
-    ),
-    Known(
         "HSDP gradients that wait for their all-reduce, and a backward that brings some of a unit's parameters alone",
         "torch: fails, or adds them to other parameters' gradients; fsdp2: each waits for itself",
         torch_raises=r"The size of tensor a \(\d+\) must match the size of tensor b",
         raises_in=lambda program: any(action.kind == "set_requires_all_reduce" for action in program.actions),
-    ),
-    Known(
-        "the infinity norm, by `torch.nn.utils.clip_grad_norm_`, where a rank has no rows of a parameter",
-        "torch: fails on that rank, and the others hang (not generated); "
-        "fsdp2: `fsdp2.clip_grad_norm_` counts what is there",
     ),
     Known(
         "under transforms of torch.func: an int for `reshard_after_forward`, or parameters frozen or trained anew",
@@ -398,9 +374,5 @@ KNOWN = (
         "after a backward that `set_is_last_backward(False)` precedes: units that it has not gone through",
         "torch: resharded; fsdp2: what is unsharded stays so for the next backward",
         forms=lambda program, action: any(a.kind == "set_is_last_backward" and not a.value for a in program.actions),
-    ),
-    Known(
-        "the unsharded parameter's `.grad` while gradients wait unreduced, with a reduce dtype",
-        "torch: None: kept elsewhere; fsdp2: the gradient that waits",
     ),
 )

@@ -51,8 +51,6 @@ def shrink(program: Program, result: Result, run: Run, seconds: float = 60.0) ->
 def _candidates(program: Program) -> Iterator[Program]:
     """Smaller programs, the much smaller ones first."""
     yield from _fewer_actions(program)
-    if program.before:
-        yield replace(program, before=program.before[1:])
     if len(program.models) == 2:
         for kept in program.models:
             yield replace(
@@ -63,9 +61,6 @@ def _candidates(program: Program) -> Iterator[Program]:
             yield replace(program, models=(*program.models[:index], smaller, *program.models[index + 1 :]))
     if len(program.mesh) > 1:
         yield replace(program, mesh=(program.world_size,), axes=("shard",))
-    simple = "optimizer = torch.optim.SGD(model.parameters(), lr=0.05)"
-    if program.optimizer != simple and len(program.models) == 1:
-        yield replace(program, optimizer=simple)
     for index, action in enumerate(program.actions):
         for simpler in _simpler_actions(action):
             yield program.with_actions((*program.actions[:index], simpler, *program.actions[index + 1 :]))
@@ -117,5 +112,3 @@ def _simpler_actions(action: Action) -> Iterator[Action]:
     if action.makes is not None and action.kind != "forward":
         plain = f"loss[{action.makes}] = loss_of(model(x(1), (0,)))"
         yield Action("forward", plain, makes=action.makes)
-    if "retain_graph" in action.code and action.kind == "backward":
-        yield replace(action, code=action.code.replace("retain_graph=True", ""))

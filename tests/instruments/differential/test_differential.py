@@ -7,9 +7,8 @@ import pytest
 from tests.helpers.mutants import Mutant
 from tests.helpers.parity_models import TORCH_VERSION
 from tests.instruments.differential.generate import generate
-from tests.instruments.differential.known import TRANSFORMS
 from tests.instruments.differential.mutants import MISSED, find
-from tests.instruments.differential.program import Action, Model, Node, Program
+from tests.instruments.differential.program import Program
 from tests.instruments.differential.runner import run
 
 FOUND = Path(__file__).parent / "found"
@@ -39,34 +38,6 @@ def test_programs_are_data() -> None:
         for kind in KINDS:
             program = generate(seed, 2, kind)
             assert Program.from_json(program.to_json()) == program == generate(seed, 2, kind)
-
-
-@pytest.mark.parametrize(
-    ("options", "called"), [(None, "model(t, (0,))"), ("", "model.blocks[0](t)")], ids=["root", "below-a-root"]
-)
-@pytest.mark.parametrize("transform", ["jacrev", "vjp"])
-@needs_torchs
-def test_gradients_of_transforms(transform: str, options: str | None, called: str) -> None:
-    """torch leaves the gradients of a transform that runs a backward to a later backward, and fsdp2 does not.
-
-    It does so without an error where the backward through the transform reads no resharded parameters, on any number
-    of ranks: here on two, and in the first such transform.
-    """
-    value = {
-        "jacrev": f"torch.func.jacrev(lambda t: {called})(x(1))",
-        "vjp": f"torch.func.vjp(lambda t: {called}, x(1))[1](x(2))[0]",
-    }[transform]
-    actions = (
-        Action("forward", "loss[0] = loss_of(model(x(0), (0,)))", makes=0),
-        Action("backward", "loss[0].backward()", needs=(0,)),
-        Action(f"torch.func.{transform}", f"loss[1] = loss_of({value})", makes=1),
-        Action("backward", "loss[1].backward()", needs=(1,)),
-    )
-    model = Model("model", (Node("Unused", unit=True),), options=options)
-    optimizer = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
-    result = run(Program(1, 2, (2,), ("shard",), (model,), optimizer, actions))
-    assert (result.kind, result.used) == ("same", [TRANSFORMS]), result.text
-    assert len(result.ran) == len(actions) and not result.ended
 
 
 @pytest.mark.exhaustive

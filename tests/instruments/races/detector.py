@@ -237,10 +237,10 @@ class Detector(TorchDispatchMode):
                     for other, nbytes in self._memory.read(start, end, operation, clock):
                         if moves if other is None else access is Access.UPDATE:
                             continue  # padding travels with the rows; of an update the write is reported
-                        self._add(Race("read", operation, other, nbytes), tensor, moves)
+                        self._add(Race("read", operation, other, nbytes), moves)
                 if access is not Access.READ:
                     for other, nbytes in self._memory.write(start, end, operation, clock):
-                        self._add(Race("write", operation, other, nbytes), tensor, moves)
+                        self._add(Race("write", operation, other, nbytes), moves)
 
     def _note_outputs(self, result: Any, operation: Operation, filled: bool) -> None:
         self._forget_dropped()
@@ -257,13 +257,12 @@ class Detector(TorchDispatchMode):
                 for _ in self._memory.write(block.start, block.end, operation, self.streams.clocks[operation.stream]):
                     pass  # nobody has used a new block
 
-    def _add(self, race: Race, tensor: torch.Tensor, moves: bool) -> None:
+    def _add(self, race: Race, moves: bool) -> None:
         # The program goes on with the right values, as after other races. A message that races with an operator must be
         # issued first: the other rank may wait for it in the same way.
         if not moves or (race.other is not None and race.other.stream.startswith(COMMUNICATION)):
             self.finish_works()
-        start = tensor.data_ptr()
-        self.report.add(race, (start, start + tensor.nbytes))
+        self.report.add(race)
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
@@ -312,7 +311,7 @@ class Detector(TorchDispatchMode):
         operation = Operation("allocate", stream, clock.get(stream, 0), where())
         for access in self._reusable[stream]:
             if not access.is_before(clock):
-                self.report.add(Race("reuse", operation, access, 0), (0, 0))
+                self.report.add(Race("reuse", operation, access, 0))
         self._reusable[stream].clear()
         return operation
 

@@ -25,17 +25,9 @@ FILLS = {
 # These change a tensor's shape, strides or storage, or look at them.
 OF_METADATA = {
     *("set_", "resize_", "resize_as_", "as_strided_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_"),
-    *(
-        "_wrap_tensor_autograd",
-        "detach_",
-        "_unsafe_view",
-        "_reshape_alias",
-        "_resize_output_",
-        "is_pinned",
-        "sym_size",
-        "sym_stride",
-    ),
-    *("sym_numel", "sym_storage_offset", "is_contiguous", "dim", "size", "stride", "_has_compatible_shallow_copy_type"),
+    *("_wrap_tensor_autograd", "detach_", "_unsafe_view", "_reshape_alias", "_resize_output_", "is_pinned", "sym_size"),
+    *("sym_stride", "sym_numel", "sym_storage_offset", "is_contiguous", "dim", "size", "stride"),
+    "_has_compatible_shallow_copy_type",
 }
 # Their result has memory with any content; of the argument only shape, dtype and device count.
 MAKES_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}

@@ -1,17 +1,10 @@
-"""Races, and how they are told: the parameter, both operations, both stacks."""
+"""Races, and how they are told: both operations, both stacks."""
 
-import gc
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 
-import torch
-
-from fsdp2._torch import local_tensor
-from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.reduction import Reduction
 from tests.instruments.races.memory import Operation, Stack
 
 __all__ = ["Race", "Report", "is_of_library", "where"]
@@ -69,18 +62,16 @@ class Race:
         places = other and (other.name, other.stream, other.stack)
         return self.kind, self.operation.name, self.operation.stream, self.operation.stack, places
 
-    def told(self, whose: str) -> str:
+    def told(self) -> str:
         """Some lines of text."""
-        operation = self.operation
         if self.other is None:
-            head, others = f"{whose}: {self.nbytes} bytes are read that nobody has filled", []
+            head = f"{self.nbytes} bytes are read that nobody has filled"
         elif self.kind == "reuse":
-            head = "a block that was freed may be allocated again while another stream still uses it"
-            others = ["", f"  last used by {told(self.other)}"]
+            head = "a block that was freed may be allocated again while another stream still uses it, last"
         else:
-            head = f"{whose}: {self.nbytes} bytes, and nothing orders"
-            others = ["", f"  and {told(self.other)}"]
-        return "\n".join([head, f"  {self.kind} by {told(operation)}", *others])
+            head = f"{self.nbytes} bytes, and nothing orders"
+        others = [] if self.other is None else ["", f"  and {told(self.other)}"]
+        return "\n".join([head, f"  {self.kind} by {told(self.operation)}", *others])
 
 
 def told(operation: Operation) -> str:
@@ -91,59 +82,17 @@ def told(operation: Operation) -> str:
 
 
 class Report:
-    """The races of a program, each once.
-
-    Attributes:
-        races: what each is about, and how it is told.
-    """
+    """The races of a program, each once."""
 
     def __init__(self) -> None:
-        self.races: dict[object, tuple[Race, str]] = {}
+        self.races: dict[object, Race] = {}
 
-    def add(self, race: Race, addresses: tuple[int, int]) -> None:
-        """Note a race about these addresses."""
-        if race.key not in self.races:
-            self.races[race.key] = race, owner_of(*addresses)
+    def add(self, race: Race) -> None:
+        self.races.setdefault(race.key, race)
 
     def check(self) -> None:
         """Raise if there are races."""
         if self.races:
-            told = [race.told(whose) for race, whose in self.races.values()]
+            told = [race.told() for race in self.races.values()]
             more = [f"and {len(told) - MOST_SHOWN} more"] if len(told) > MOST_SHOWN else []
             raise AssertionError("\n\n".join([f"{len(told)} races", *told[:MOST_SHOWN], *more]))
-
-
-def owner_of(start: int, end: int) -> str:
-    """Whose memory this is: a parameter of a unit, a unit's reduction, or nobody's that is known."""
-    reductions = []
-    for each in gc.get_objects():
-        if type(each) is ManagedParameter:  # not isinstance, which some of torch's objects warn of
-            for what, tensor in tensors_of(each):
-                if overlaps(tensor, start, end):
-                    return f"{what} of '{each.fqn}'"
-        elif type(each) is Reduction:
-            reductions.append(each)
-    for each in reductions:
-        held = {} if each._run.gi_frame is None else each._run.gi_frame.f_locals
-        tensors = [held.get("flat"), *held.get("kept", ()), *held.get("grads", ())]
-        if any(overlaps(tensor, start, end) for tensor in tensors):
-            return f"the reduction of unit '{each.fqn}'"
-    return "other memory"
-
-
-def tensors_of(param: ManagedParameter) -> Iterator[tuple[str, torch.Tensor | None]]:
-    yield "the unsharded parameter", param.whole
-    yield "the unsharded parameter", param.unsharded
-    yield "the shard", param.flat
-    yield "the sharded gradient", param.sharded.grad
-    yield "the unsharded gradient", None if param.unsharded is None else param.unsharded.grad
-
-
-def overlaps(tensor: torch.Tensor | None, start: int, end: int) -> bool:
-    if tensor is None:
-        return False
-    local = local_tensor(tensor) if hasattr(tensor, "device_mesh") else tensor
-    if type(local) not in (torch.Tensor, torch.nn.Parameter) or not local.numel():
-        return False
-    first = local.data_ptr()
-    return first < end and start < first + local.nbytes
