@@ -13,7 +13,7 @@ from tests.instruments.device import lagging
 from tests.instruments.device.ranks import SEEDS
 from tests.instruments.device.scenarios import SCENARIOS
 from tests.instruments.device.training import ON_FOUR, differs, expected_of
-from tests.instruments.races.mutants import MEMORY, MUTANTS, STEP
+from tests.instruments.races.mutants import MEMORY, MUTANTS
 
 __all__ = ["MUTANTS_HERE", "found"]
 
@@ -58,13 +58,6 @@ MORE: tuple[Mutant, ...] = (
         MEMORY,
         "while self.released and (prefetching or self.released[0][2] != self.released[-1][2]):",
         "while len(self.released) > (1 if prefetching else 2):",
-        "two units",
-    ),
-    Mutant(
-        "release: memory stays after a forward",
-        STEP,
-        "        self.memory.free_all()  # the next",
-        "        pass  # the next",
         "two units",
     ),
     Mutant(
@@ -168,7 +161,6 @@ NOT_HERE = {
 # Mutants that something else shows than the program of the detector.
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     "gather: no room is made": ("two units",),
-    "release: compute waits instead": ("backward, repeated",),
     "offload: the host does not wait after a forward without gradients": ("offload, evaluated",),
 }
 

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, checkpoint
+from fsdp2 import CPUOffloadPolicy
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.parallel import ring_attention, shard_sequence, unshard_sequence
 from tests.helpers.optional_models import POLICIES, VisionLanguage, shard, who_has_images
@@ -29,7 +29,6 @@ from tests.instruments.device.steps import (
     assert_same,
     inputs,
     one_step,
-    shared_folder,
     values,
 )
 from tests.instruments.device.training import ALL, FEATURES, Feature, mesh_of, sharded, train
@@ -165,16 +164,6 @@ def materialized_offloaded(rank: int, world_size: int, seed: int) -> None:
         assert_same([param.to(DEVICE).full_tensor().cpu() for param in model.parameters()], [*whole.parameters()])
 
 
-def random_numbers(rank: int, world_size: int, seed: int) -> None:
-    """`RandomState` holds the device's generator: what is drawn after a load is what was drawn after the save."""
-    with shared_folder(rank) as folder, late(seed):
-        torch.manual_seed(100 * seed + rank)
-        checkpoint.save(folder / "saved", extra={"random": checkpoint.RandomState()})
-        drawn = torch.rand(5, device=DEVICE).cpu()
-        checkpoint.load(folder / "saved", extra={"random": checkpoint.RandomState()})
-        assert torch.equal(torch.rand(5, device=DEVICE).cpu(), drawn)
-
-
 def gathered(device: str, rank: int, world_size: int, seed: int) -> list[torch.Tensor]:
     """`full_params` right after a step, and a change of a whole parameter."""
     model: Any = sharded(ADAM, device, world_size)
@@ -303,7 +292,6 @@ SCENARIOS: dict[str, Scenario] = {
     **SCENARIOS_OF_ACTIVATIONS,
     "materialized": as_on_cpu(materialized),
     "materialized, offloaded": materialized_offloaded,
-    "random numbers": random_numbers,
     "gathered": as_on_cpu(gathered),
     "context parallel": context_parallel,
     "optional units": as_on_cpu(optional),

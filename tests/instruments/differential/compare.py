@@ -14,18 +14,6 @@ from tests.instruments.differential.program import Program
 if TYPE_CHECKING:
     from tests.instruments.differential.one_process import OneProcess
 
-__all__ = [
-    "Observation",
-    "Seen",
-    "compare",
-    "compare_with_whole",
-    "forms_differ",
-    "is_coarse",
-    "is_sharded",
-    "left_unreduced",
-    "zeros_for_none",
-]
-
 Seen = tuple[str, str]  # what kind of difference, and where
 
 

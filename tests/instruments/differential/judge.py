@@ -16,21 +16,6 @@ from tests.instruments.differential.known import (
 from tests.instruments.differential.models import Boom
 from tests.instruments.differential.program import Action, Program
 
-__all__ = [
-    "GOES_ON",
-    "fills_zeros",
-    "fsdp2_refuses",
-    "may_refuse",
-    "needs_shards",
-    "tolerates_form",
-    "tolerates_type",
-    "torch_cannot",
-    "torch_dies",
-    "torch_gives_up",
-    "torch_is_lost",
-    "why_left",
-]
-
 FREED = "storage of size 0|mixed torch.Tensor and DTensor"
 GOES_ON = ("`copy.deepcopy`",)  # torch refuses these, and remains the reference
 

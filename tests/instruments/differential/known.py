@@ -8,21 +8,6 @@ from dataclasses import dataclass
 from tests.instruments.differential.choices import BEYOND_TORCH
 from tests.instruments.differential.program import Action, Program
 
-__all__ = [
-    "EVALUATED",
-    "KNOWN",
-    "LISTS",
-    "TRANSFORMS",
-    "Known",
-    "Situation",
-    "asks_by_name",
-    "calls_part",
-    "is_evaluation",
-    "made_by",
-    "runs_twice",
-]
-
-
 REVERSE = ("torch.func.vjp", "torch.func.grad", "torch.func.jacrev")  # they run a backward
 
 

@@ -35,13 +35,6 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("release: no event", MEMORY, "(storage, self.streams.record(), unit)", "(storage, None, unit)", "plain"),
     Mutant("release: taken back without a wait", MEMORY, "self.streams.wait(entry[1])", "pass", "a block again"),
     Mutant("release: freed without a wait", MEMORY, "self.streams.wait(event)", "pass", "plain"),
-    Mutant(
-        "release: compute waits instead",
-        MEMORY,
-        "        with self.streams.gathering():\n            while self.released:\n                self._free_oldest()",
-        "        while self.released:\n            self._free_oldest()",
-        "two backwards of a graph",
-    ),
     # --- what the optimizer changes ---
     Mutant(
         "forward: gathers do not wait for the optimizer",
