@@ -6,7 +6,9 @@ all of them.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -193,6 +195,14 @@ def one_batch(model: nn.Module, step: int, rank: int) -> Tensor:
     return loss.detach()
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's warning that a unit's output is a view, as every `to_local` of a DTensor is."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*returned a view tensor")
+        yield
+
+
 @dataclass
 class Race:
     """The same training by fsdp2, by torch's FSDP2 and (unless `plain` is off) by one process, compared at every step.
@@ -222,6 +232,7 @@ class Race:
     rtol: float = 1e-4
     atol: float = 1e-5
 
+    @quiet()
     def run(self, steps: int) -> nn.Module:
         """Train; returns the model that fsdp2 trained."""
         plain = self.build()

@@ -5,10 +5,9 @@ data-parallel rank, not a global one, names a batch.
 """
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +30,7 @@ from tests.helpers.parity_models import (
     full,
     local,
     mean_gradients,
+    quiet,  # noqa: F401 - for the tests of tensor parallelism
     shard_blocks,
     shard_like,
 )
@@ -184,34 +184,17 @@ def check_step(model: nn.Module, plain: nn.Module, mesh: DeviceMesh, step: int =
     assert_tp_gradients(model, mean_gradients(plain, data_ranks(mesh), lambda m, r: token_batch(m, step, r)))
 
 
-@dataclass
-class TpRace(Race):
-    """`Race` over data-parallel ranks, with parameters on several mesh axes. See `tp_race`."""
-
-    def run(self, steps: int) -> nn.Module:
-        with quiet():
-            return super().run(steps)
-
-
 def tp_race(
     mesh: DeviceMesh,
     build: Callable[[], nn.Module] = TpLm,
     shard: Callable[[ModuleType, nn.Module], Any] | None = None,
     **options: Any,
-) -> TpRace:
+) -> Race:
     """Race of `tp_shard` (or `shard`) on `mesh`; `plan` and fully_shard's options, or Race's own, as keywords."""
-    of_race = {field.name: options.pop(field.name) for field in fields(TpRace) if field.name in options}
+    of_race = {field.name: options.pop(field.name) for field in fields(Race) if field.name in options}
     shard = shard or (lambda api, model: tp_shard(api, model, mesh, **options))
     of_race.setdefault("backward", token_batch)
-    return TpRace(data_rank(mesh), data_ranks(mesh), build, shard, **of_race)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without torch's warning that a unit's output is a view, as every `to_local` of a DTensor is."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*returned a view tensor")
-        yield
+    return Race(data_rank(mesh), data_ranks(mesh), build, shard, **of_race)
 
 
 @contextmanager

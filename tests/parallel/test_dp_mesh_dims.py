@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import fsdp2
-from tests.helpers.parity_models import Stack, batch, mean_gradients, shard_blocks, shard_like
+from tests.helpers.parity_models import Race, Stack, batch, mean_gradients, shard_blocks, shard_like
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tp_models import TpRace, assert_tp_gradients, count_comms, mesh_of, quiet
+from tests.helpers.tp_models import assert_tp_gradients, count_comms, mesh_of, quiet
 
 REPLICATE, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
 STRIDED = _StridedShard(0, split_factor=2)
@@ -216,7 +216,7 @@ def test_numbers_of_collectives(rank: int, world_size: int, name: str) -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def race(layout: Layout, **options: Any) -> TpRace:
+def race(layout: Layout, **options: Any) -> Race:
     """The second step has three microbatches, whose Partial gradients make one sum."""
 
     def backward(model: Any, step: int, data_rank: int) -> Tensor:
@@ -230,7 +230,7 @@ def race(layout: Layout, **options: Any) -> TpRace:
     def shard_it(api: Any, model: nn.Module) -> None:
         shard(api, model, layout, **options)
 
-    race = TpRace(layout.data_rank, layout.data_ranks, build, shard_it, backward, exact=layout.exact)
+    race = Race(layout.data_rank, layout.data_ranks, build, shard_it, backward, exact=layout.exact)
     race.torch = not options and hasattr(torch_fsdp, "DataParallelMeshDims")  # torch 2.11 has none
     return race
 

@@ -28,8 +28,6 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "staged_states": ("states in host memory, loaded", "states in host memory, zeroed"),
     "stepped_by_host": ("states and gradients in host memory", "all in host memory"),
     "activations": ("activations", "activations, in part"),
-    "hooked": ("hook on a stream",),
-    "optimized_aside": ("optimizer on a stream",),
     "states_on_disk": ("states on disk, looked at", "states on disk", "states on disk, all else in host memory"),
     "saved": ("saved", "saved in the background"),
     "saved twice": ("saved twice in the background",),

@@ -84,9 +84,19 @@ def halves(gradient: torch.Tensor) -> None:
     gradient.div_(2)
 
 
+def side_stream(device: str) -> Any:
+    """A stream of the program's own; None on the CPU. (The race detector has another.)"""
+    return None if device == "cpu" else torch.Stream(device)
+
+
+def record(device: str) -> Any:
+    """An event of the current stream."""
+    return torch.accelerator.current_stream().record_event()
+
+
 def hooks_beside(model: Any, device: str) -> None:
     """An all-reduce hook on a stream of its own."""
-    stream = None if device == "cpu" else torch.Stream(device)
+    stream = side_stream(device)
     for unit in [*model.blocks, model]:
         unit.set_all_reduce_hook(halves, stream=stream)
 
@@ -334,7 +344,7 @@ def train(model: Any, feature: Feature, device: str, rank: int, steps: int = 3) 
             model.reshard()
         if feature.clips:
             fsdp2.clip_grad_norm_(model.parameters(), max_norm=0.1)
-        with aside(model, feature.aside and device != "cpu" and step == 0):
+        with aside(model, side_stream(device) if feature.aside and step == 0 else None, device):
             scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=not feature.zeroes)
@@ -343,17 +353,16 @@ def train(model: Any, feature: Feature, device: str, rank: int, steps: int = 3) 
 
 
 @contextmanager
-def aside(model: Any, enabled: bool) -> Iterator[None]:
+def aside(model: Any, stream: Any, device: str) -> Iterator[None]:
     """The block's work is given to a stream of its own. The next forward waits for that, and nothing else does."""
-    if not enabled:
+    if stream is None:
         yield
         return
-    ready = torch.accelerator.current_stream().record_event()
-    stream = torch.Stream(DEVICE)
+    ready = record(device)
     with stream:
         ready.wait()
         yield
-        done = stream.record_event()
+        done = record(device)
     model.set_post_optim_event(done)
 
 

@@ -1,13 +1,21 @@
 """Waits, records and keep-alives of the library, to be taken out one at a time."""
 
 from tests.helpers.mutants import Mutant
-from tests.instruments.races.mutants_of_offload import OF_OFFLOAD
 
 __all__ = ["MUTANTS"]
 
 
 BUCKET, REDUCTION, STEP, MEMORY = (f"runtime.{name}" for name in ("bucket", "reduction", "step", "storage"))
 SCALED = "flat = _scaled(plan, flat, scaling.post, settings, streams, kept)  # [5]\n"
+
+PART, ACTIVATIONS = "optim.offloaded_part", "extras.activations"
+STORE = """\
+            try:
+                self._store()
+            finally:  # what could not be stored is in memory still
+                self._publish(states)
+                self._done = self._streams.record()
+"""
 
 MUTANTS: tuple[Mutant, ...] = (
     # --- all-gathers ---
@@ -48,14 +56,14 @@ MUTANTS: tuple[Mutant, ...] = (
         STEP,
         "event = event or streams.record()",
         "event = streams.record()",
-        "optimized_aside",
+        "optimizer on a stream",
     ),
     Mutant(
         "forward: the optimizer's event counts for ever",
         STEP,
         "        self.post_optim_event = None\n\n    def follow",
         "\n    def follow",
-        "optimized_aside",
+        "optimizer on a stream",
     ),
     # --- reductions ---
     Mutant(
@@ -144,10 +152,122 @@ MUTANTS: tuple[Mutant, ...] = (
         "extras.all_reduce_hook",
         "        with self._stream:\n            streams.wait(ready)\n",
         "        with self._stream:\n",
-        "hooked",
+        "hook on a stream",
     ),
-    Mutant("hook: nobody waits for it", "extras.all_reduce_hook", "        streams.wait(done)\n", "", "hooked"),
-    *OF_OFFLOAD,
+    Mutant(
+        "hook: nobody waits for it", "extras.all_reduce_hook", "        streams.wait(done)\n", "", "hook on a stream"
+    ),
+    # --- optimizers that step in the background ---
+    Mutant("step: it does not wait for the gradients", PART, "self._streams.wait(ready)", "pass", "stepped_aside"),
+    Mutant(
+        "step: all-gathers do not wait",
+        PART,
+        "            self._streams.wait(self._done)\n        else:",
+        "        else:",
+        "stepped_aside",
+    ),
+    Mutant(
+        "step: who looks does not wait",
+        PART,
+        "                self._streams.wait(self._done)\n\n    def _become_real",
+        "\n    def _become_real",
+        "stepped_aside",
+    ),
+    Mutant(
+        "step: reductions may get the memory of gradients that it reads",
+        PART,
+        "            with stream():\n                self._streams.wait(self._done)\n",
+        "            pass\n",
+        "stepped_aside",
+    ),
+    Mutant("step: gradients are not kept", PART, "self._kept = grads", "pass", "stepped_aside"),
+    Mutant(
+        "step: its event is recorded before results are copied back",
+        PART,
+        STORE,
+        "            done = self._streams.record()\n" + STORE.replace("self._streams.record()", "done"),
+        "stepped_by_host",
+    ),
+    Mutant(
+        "step: the host does not wait for the parameters that it steps",
+        PART,
+        "            event.synchronize()  # the host steps",
+        "            pass  # the host steps",
+        "stepped_by_host",
+    ),
+    Mutant("step: the host does not wait for states", PART, "self._done.synchronize()", "pass", "staged_states"),
+    Mutant(
+        "step: gradients are zeroed without a wait",
+        "optim.offloaded",
+        "        if not set_to_none:\n            self.wait()\n",
+        "",
+        "staged_states",
+    ),
+    Mutant("pending: who looks does not wait", "optim.pending", "        self.settle()\n", "", "staged_states"),
+    Mutant(
+        "states: they are fetched on another stream",
+        PART,
+        "            self._staged.fetch()",
+        "            with self._streams.reducing():\n                self._staged.fetch()",
+        "staged_states",
+    ),
+    Mutant(
+        "states: who looks does not wait",
+        "optim.offloaded",
+        "        self.wait()\n        state: d",
+        "        state: d",
+        "staged_states",
+    ),
+    # --- activations in host memory ---
+    Mutant(
+        "activations: a copy to the host does not wait",
+        ACTIVATIONS,
+        "            streams.wait(ready)\n            self._host = ",
+        "            self._host = ",
+        "activations",
+    ),
+    Mutant(
+        "activations: freed without a wait",
+        ACTIVATIONS,
+        "            streams_for(self._device).wait(self._done)\n            self._tensor = None",
+        "            self._tensor = None",
+        "activations",
+    ),
+    Mutant(
+        "activations: used and freed while a copy reads them",
+        ACTIVATIONS,
+        "            self.wait()  # its copy",
+        "            pass  # its copy",
+        "activations",
+    ),
+    Mutant(
+        "activations: a copy to the device does not wait",
+        ACTIVATIONS,
+        "            streams.wait(ready)\n            self._tensor.c",
+        "            self._tensor.c",
+        "activations",
+    ),
+    Mutant(
+        "activations: compute does not wait for what comes back",
+        ACTIVATIONS,
+        "            saved.wait()\n",
+        "            pass\n",
+        "activations",
+    ),
+    Mutant(
+        "activations: what comes back is not kept",
+        ACTIVATIONS,
+        "        self._arriving.append(saved)",
+        "        pass",
+        "activations",
+    ),
+    Mutant(
+        "activations: what came back and was not used is dropped without a wait",
+        ACTIVATIONS,
+        "        for saved in [*self._arriving]:\n            self.arrived(saved)\n",
+        "        self._arriving.clear()\n",
+        "activations",
+    ),
     # --- communication ---
     Mutant("comm: works are not waited for", "watch.exchange", "pending.wait()", "pass", "mixed precision, coalesced"),
     Mutant(

@@ -9,7 +9,7 @@ from fsdp2 import FSDPModule, fully_shard
 from fsdp2.extras.comm_memory import FlatAllGather, FlatReduceScatter
 from tests.instruments.races.detector import Detector
 
-__all__ = ["Look", "batch", "customise", "net", "results", "sharded", "step", "trained"]
+__all__ = ["Look", "batch", "customise", "net", "results", "sharded", "step"]
 
 Look = Detector | None  # None: nobody looks
 
@@ -32,19 +32,6 @@ def batch(rank: int, step: int) -> Tensor:
 
 def step(model: Any, rank: int, number: int) -> None:
     model(batch(rank, number)).square().mean().backward()
-
-
-def trained(model: Any, rank: int, steps: int = 3) -> list[Tensor]:
-    """The first of each pair of microbatches is not reduced."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for number in range(steps):
-        model.set_requires_gradient_sync(False)
-        step(model, rank, 2 * number)
-        model.set_requires_gradient_sync(True)
-        step(model, rank, 2 * number + 1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return results(model)
 
 
 def results(model: nn.Module) -> list[Tensor]:

@@ -1,5 +1,5 @@
-"""Programs for the detector: what the lagging device trains (`device/training.py`), but on the CPU; and trainings that
-have streams or memory of the detector's.
+"""Programs for the detector: what the lagging device trains (`device/training.py`), but on the CPU; and trainings with
+memory of the detector's.
 
 `run` runs one, under the detector or without it. What it returns must not depend on that.
 """
@@ -7,10 +7,8 @@ have streams or memory of the detector's.
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,8 +16,8 @@ import fsdp2.comm
 from fsdp2.comm import gloo
 from fsdp2.comm.flat import NcclComm
 from fsdp2.comm.gloo import GlooComm
+from tests.instruments.device import training
 from tests.instruments.device.training import FEATURES, ON_FOUR, Feature, sharded, train
-from tests.instruments.races import nets
 from tests.instruments.races.detector import Detector, detecting
 from tests.instruments.races.nets import Look
 from tests.instruments.races.programs_of_offload import OF_OFFLOAD
@@ -43,6 +41,9 @@ def of(ranks: int, feature: Feature) -> Program:
         with pytest.MonkeyPatch.context() as patch:
             if feature.coalesced:
                 patch.setitem(fsdp2.comm.COMMS, "gloo", OverNccl())
+            if look is not None:
+                patch.setattr(training, "side_stream", lambda device: SideStream(look))
+                patch.setattr(training, "record", lambda device: look.streams.record())
             return train(sharded(feature, "cpu", dist.get_world_size()), feature, "cpu", rank)
 
     return ranks, program
@@ -50,7 +51,7 @@ def of(ranks: int, feature: Feature) -> Program:
 
 def is_the_same(feature: Feature) -> bool:
     """Whether the CPU does what a device would do."""
-    return feature.on_device is None and not feature.aside and "offload_policy" not in feature.options
+    return feature.on_device is None and "offload_policy" not in feature.options
 
 
 class SideStream:
@@ -67,34 +68,6 @@ class SideStream:
         self._stack.close()
 
 
-def hooked(rank: int, look: Look) -> list[Tensor]:
-    """An all-reduce hook on a stream of its own."""
-    model = nets.sharded(nets.net())
-    stream: Any = None if look is None else SideStream(look)
-    for unit in (*model, model):
-        unit.set_all_reduce_hook(lambda flat: flat.mul_(0.5), stream=stream)
-    return nets.trained(model, rank)
-
-
-def optimized_aside(rank: int, look: Look) -> list[Tensor]:
-    """The first step of the optimizer runs on a stream of its own, and the next forward waits for its event only."""
-    model = nets.sharded(nets.net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number in range(3):
-        nets.step(model, rank, number)
-        if look is None or number:
-            optimizer.step()
-        else:
-            done = look.streams.record()
-            with look.streams.on("side"):
-                done.wait()
-                optimizer.step()
-                done = look.streams.record()
-            model.set_post_optim_event(done)
-        optimizer.zero_grad()
-    return nets.results(model)
-
-
 PROGRAMS: dict[str, Program] = {
     **{name: of(2, feature) for name, feature in FEATURES.items() if is_the_same(feature)},
     **{name: of(4, feature) for name, feature in ON_FOUR.items() if is_the_same(feature)},
@@ -103,8 +76,6 @@ PROGRAMS: dict[str, Program] = {
     "prefetched, checkpointed": of(2, replace(FEATURES["prefetched"], reentrant=False)),
     "predicted, evaluated": of(2, replace(FEATURES["predicted"], evaluates=True)),
     **OF_OFFLOAD,
-    "hooked": (2, hooked),
-    "optimized_aside": (2, optimized_aside),
 }
 
 
