@@ -109,7 +109,7 @@ def occupy(seconds: float) -> None:
 
 
 def counts() -> dict[str, int]:
-    """Bytes of the device: `allocated`, its `peak`, `reserved`; blocks that were `reused`, and `blocks` in use."""
+    """Bytes of the device: `allocated`, and their `peak`."""
     return register().counts()
 
 

@@ -27,7 +27,7 @@ def trained(kind: str, rank: int, world_size: int, seed: int, sleeps: bool, fold
             one_step(model, optimizer, x)
             del x
         if sleeps and not (overlap and step == 4):  # what is compared is read after a forward
-            fsdp2.sleep(model, optimizer, folder=folder)
+            fsdp2.sleep(model, optimizer, folder=folder and str(folder))
             torch.accelerator.synchronize()
             assert lagging.counts()["allocated"] - before < 4096
             kept = {name: tensor.clone() for name, tensor in fsdp2.weights(model)}

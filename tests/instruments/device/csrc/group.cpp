@@ -327,9 +327,6 @@ PYBIND11_MODULE(lagging_device, m) {
     py::dict named;
     named["allocated"] = found.allocated;
     named["peak"] = found.peak;
-    named["reserved"] = found.reserved;
-    named["reused"] = found.reused;
-    named["blocks"] = found.blocks;
     return named;
   });
 }

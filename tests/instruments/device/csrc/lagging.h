@@ -74,7 +74,7 @@ void set_delays(uint64_t seed, int64_t max_us);
 // --- memory ---
 
 struct Counts {
-  int64_t allocated = 0, peak = 0, reserved = 0, reused = 0, blocks = 0;
+  int64_t allocated = 0, peak = 0;
 };
 Counts counts();
 void reset_peak();

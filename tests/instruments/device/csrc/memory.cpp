@@ -109,7 +109,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   Counts counts() {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto& bytes = stats_.allocated_bytes[0];
-    return {bytes.current, bytes.peak, stats_.reserved_bytes[0].current, reused_, stats_.allocation[0].current};
+    return {bytes.current, bytes.peak};
   }
 
  private:
@@ -127,7 +127,6 @@ class DeviceMemory final : public c10::DeviceAllocator {
       block = new Block{take_memory(size), size, stream, {}, false};
       stats_.reserved_bytes[0].increase(size);
     } else {
-      reused_++;
       block->is_poisoned = false;
       enqueue(stream, "allocate", [copy = *block] { check_poison(copy); }, false);
     }
@@ -194,7 +193,6 @@ class DeviceMemory final : public c10::DeviceAllocator {
   std::map<StreamId, std::vector<Block*>> free_;
   std::vector<Late> late_;
   DeviceStats stats_;
-  int64_t reused_ = 0;
 };
 
 DeviceMemory& device_memory() {
