@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import fsdp2
 from tests.helpers.parity_models import Race, batch, mesh_2d
 
 SETTINGS = ["reshard", "keep", "int", "hsdp"]
@@ -38,13 +37,3 @@ def train(rank: int, world_size: int, build: Callable[[], nn.Module], shard: Any
     """Four Adam steps, compared to one process at each."""
     race = Race(rank, world_size, build, shard, given.pop("backward", one_step), torch=False, **given)
     return race.run(4)
-
-
-def accumulate(model: Any, step: int, rank: int, mode: str) -> Tensor:
-    """Three microbatches; only the last one reduces (all the way)."""
-    for micro in range(3):
-        if isinstance(model, fsdp2.FSDPModule):
-            setter = model.set_requires_gradient_sync if mode == "no_sync" else model.set_requires_all_reduce
-            setter(micro == 2)
-        loss = one_step(model, 3 * step + micro, rank)
-    return loss
