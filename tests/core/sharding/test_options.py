@@ -50,7 +50,6 @@ def norm_apart(param: nn.Parameter) -> ShardPlacementResult | None:
 
 Mistake = Callable[[Any], object]
 REFUSED: dict[str, tuple[type[FSDPError], Mistake]] = {
-    "give only one": (ArgumentError, lambda m: shard(m, zero=ZeroPolicy(3, None, 2), reshard_after_forward=True)),
     "stage 0 shards nothing": (ArgumentError, lambda m: ZeroPolicy(0, shard_size=2)),
     "not both": (ArgumentError, lambda m: ZeroPolicy(3, secondary_shard_size=2, shard_replicas=True)),
     "shard_replicas": (UnsupportedError, lambda m: shard(m, zero=ZeroPolicy(3, 1, None, True), mp_policy=INT8)),
@@ -58,7 +57,6 @@ REFUSED: dict[str, tuple[type[FSDPError], Mistake]] = {
         ArgumentError,
         lambda m: shard(m, shard_placement_fn=norm_apart).set_custom_all_gather(Gathers()),
     ),
-    "expected a divisor": (ArgumentError, lambda m: shard(m, shard_placement_fn=norm_apart, reshard_after_forward=2)),
     "narrower": (
         ArgumentError,
         lambda m: MixedPrecisionPolicy(reduce_dtype=torch.float16, reduce_scatter_dtype=torch.bfloat16),
