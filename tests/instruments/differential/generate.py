@@ -430,7 +430,7 @@ class Generator:
             self._set(name, on, not self.lookups)
         elif name.startswith("set_custom"):
             self.add(name, f"{on}.{name}({'Gathers' if 'gather' in name else 'Scatters'}())", on=on)
-        elif "prefetch" in name:
+        elif name.startswith("set_modules_to"):
             root = next(root for model in self.models for root in model.roots() if on.startswith(root))
             near = [path for path in single if path.startswith(root)]
             chosen = self.rng.sample(near, min(len(near), self.rng.choice((0, 1, 1, 2))))
