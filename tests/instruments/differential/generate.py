@@ -3,22 +3,8 @@
 import random
 from dataclasses import replace
 
+from tests.instruments.differential import choices
 from tests.instruments.differential.between import BLOCKS, Between, themes
-from tests.instruments.differential.choices import (
-    AROUND,
-    BEYOND_TORCH,
-    FRAMEWORKS,
-    LEAVES,
-    ODD,
-    OPTIMIZERS,
-    POLICIES,
-    RECURSIVE,
-    SETTERS,
-    STAGES,
-    TORCH_REJECTS,
-    TRAVELS,
-    UNTRANSFORMED,
-)
 from tests.instruments.differential.program import Action, Model, Node, Program
 
 __all__ = ["generate"]
@@ -38,7 +24,7 @@ def _pick(rng: random.Random, weights: dict[str, int]) -> str:
 class Generator:
     def __init__(self, rng: random.Random, world_size: int) -> None:
         self.rng, self.world_size = rng, world_size
-        self.leaves, self.frameworks, self.setters = dict(LEAVES), FRAMEWORKS, SETTERS
+        self.leaves, self.frameworks, self.setters = dict(choices.LEAVES), choices.FRAMEWORKS, choices.SETTERS
         self.actions: list[Action] = []
         self.slots: dict[int, bool] = {}  # losses that have not gone backward; whether under autocast, say
         self.next_slot = 0
@@ -69,18 +55,18 @@ class Generator:
         self.mixed = not self.zero and self.chance(0.2)
         self.forces_sum = self.chance(0.6)
         if self.mixed:
-            for kind in TORCH_REJECTS:  # one process, in one dtype, would be the only reference
+            for kind in choices.TORCH_REJECTS:  # one process, in one dtype, would be the only reference
                 self.leaves.pop(kind, None)
         for kind in (kind for theme in chosen for kind in BLOCKS.get(theme, ())):
             self.leaves[kind] = 14
         if self.frameworks and not chosen and self.chance(0.5):
             for _ in range(self.rng.choice((1, 1, 2))):
                 self.leaves[_pick(self.rng, self.frameworks)] = 14
-        self.policy = self.rng.choice(POLICIES[:2]) if self.mixed and self.chance(0.85) else ""
+        self.policy = self.rng.choice(choices.POLICIES[:2]) if self.mixed and self.chance(0.85) else ""
         names = ["model"] if self.chance(0.88) else ["model", "other"]
         self.models = tuple(self._model(name) for name in names)
         kinds = {node.kind for model in self.models for _, node in model.nodes()}
-        self.can_transform = not kinds & UNTRANSFORMED and not self.has_tp
+        self.can_transform = not kinds & choices.UNTRANSFORMED and not self.has_tp
         self.lookups = [
             path for model in self.models for path, node in model.nodes() if node.unit and node.kind == "Embed"
         ]
@@ -96,7 +82,9 @@ class Generator:
             params = f'[{{"params": {every}[:2]}}, {{"params": {every}[2:3], "lr": 0.02}}]'
             if self.chance(0.6):
                 params, self.rest = f'{params[:-1]}, {{"params": {self.rest}, "weight_decay": 0.2}}]', "[]"
-        optimizer = "optimizer = " + self.rng.choice(OPTIMIZERS[:2] if beyond else OPTIMIZERS).replace("{}", params)
+        optimizer = "optimizer = " + self.rng.choice(choices.OPTIMIZERS[:2] if beyond else choices.OPTIMIZERS).replace(
+            "{}", params
+        )
         optimizer += "; scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)"
         optimizer += '; scaler = torch.amp.GradScaler("cpu", init_scale=4.0)'
         before: tuple[Action, ...] = ()
@@ -119,14 +107,16 @@ class Generator:
     def _draw_beyond(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Options that torch lacks, and a mesh for them. Some round numbers: what hangs on signs, and frameworks, are
         left to the other programs."""
-        stages = [each for each in STAGES if self.world_size == 4 or "secondary" not in each]
-        stage, travels = self.rng.choice(stages), self.rng.choice(TRAVELS)
+        stages = [each for each in choices.STAGES if self.world_size == 4 or "secondary" not in each]
+        stage, travels = self.rng.choice(stages), self.rng.choice(choices.TRAVELS)
         if "replicas" in stage and "int8" in travels:
             travels = ""  # refused
         self.zero = ", ".join(filter(None, (stage, travels))) or "zero=ZeroPolicy(stage=2)"
         self.frameworks = {}
         self.leaves.pop("Embed", None)
-        self.setters = {name: weight for name, weight in SETTERS.items() if "custom" not in name} | BEYOND_TORCH
+        self.setters = {
+            name: weight for name, weight in choices.SETTERS.items() if "custom" not in name
+        } | choices.BEYOND_TORCH
         if "replicas" in stage or (self.chance(0.3) and "secondary" not in stage):
             return (2, self.world_size // 2), ("replicate", "shard")
         return (self.world_size,), ("shard",)
@@ -138,7 +128,7 @@ class Generator:
         alone = [i for i, block in enumerate(blocks) if not block.unit and not any(n.unit for _, n in block.nodes(""))]
         together = tuple(alone[:2]) if len(alone) >= 2 and self.chance(0.6) else ()
         if self.chance(0.07):  # each block is a root
-            self.policy = POLICIES[2] if self.policy else ""  # what the net has itself is float32
+            self.policy = choices.POLICIES[2] if self.policy else ""  # what the net has itself is float32
             blocks = tuple(replace(block, unit=True, options=self._options()) for block in blocks)
             return Model(name, blocks, (), None)
         return Model(name, blocks, together, self._options())
@@ -149,7 +139,7 @@ class Generator:
         if depth == 0 or self.chance(0.65):
             kind = _pick(self.rng, self.leaves)
             return Node(kind, self._arguments(kind), (), is_unit, options)
-        kind = _pick(self.rng, AROUND)
+        kind = _pick(self.rng, choices.AROUND)
         args = f"reentrant={self.chance(0.4)}" if kind == "Checkpointed" else ""
         inner = tuple(self._node(depth - 1, 0.5) for _ in range(self.rng.choice((1, 1, 2))))
         return Node(kind, args, inner, is_unit, options)
@@ -177,7 +167,7 @@ class Generator:
             values = ["True", "False"] + (["2"] if self.shard_size == 4 else [])
             options.append(f"reshard_after_forward={self.rng.choice(values)}")
         if self.policy or (self.mixed and self.chance(0.8)):
-            options.append(self.policy or self.rng.choice(POLICIES))
+            options.append(self.policy or self.rng.choice(choices.POLICIES))
         if not self.has_tp and self.chance(0.06):
             last = f"Shard(p.ndim - 1) if p.shape[-1] % {self.shard_size} == 0 else Shard(0)"
             options.append(f"shard_placement_fn=lambda p: {last}")
@@ -398,7 +388,7 @@ class Generator:
 
     def _set(self, name: str, on: str, value: bool | float, recurse: bool | None = None) -> None:
         more = "" if recurse is None else f", recurse={recurse}"
-        recursive = recurse is not False and name in RECURSIVE
+        recursive = recurse is not False and name in choices.RECURSIVE
         self.add(name, f"{on}.{name}({value}{more})", on=on, value=value, recurse=recursive)
 
     def set_all(self, name: str, model: Model, value: bool | int) -> None:
@@ -420,7 +410,7 @@ class Generator:
         if name == "set_is_last_backward" and model.options is None:
             self.set_all(name, model, self.chance(0.5))
             return
-        recurse = False if name in RECURSIVE and self.chance(0.25) else None
+        recurse = False if name in choices.RECURSIVE and self.chance(0.25) else None
         if "factor" in name:
             self._factor(name, on, self.rng.choice((1.0, 2.0, 4.0, 8.0, 3.0)))
         elif name == "set_reduce_scatter_max_input_buffers":
@@ -447,7 +437,7 @@ class Generator:
     # --- other things -------------------------------------------------------------------------------------------------
 
     def _odd(self) -> None:
-        way = _pick(self.rng, ODD)
+        way = _pick(self.rng, choices.ODD)
         if way in ("state_dict", "hand", "forget", "to"):
             self._complete()
         on = self.rng.choice(self.sharded)
