@@ -82,9 +82,8 @@ class Generator:
             params = f'[{{"params": {every}[:2]}}, {{"params": {every}[2:3], "lr": 0.02}}]'
             if self.chance(0.6):
                 params, self.rest = f'{params[:-1]}, {{"params": {self.rest}, "weight_decay": 0.2}}]', "[]"
-        optimizer = "optimizer = " + self.rng.choice(choices.OPTIMIZERS[:2] if beyond else choices.OPTIMIZERS).replace(
-            "{}", params
-        )
+        steps = choices.OPTIMIZERS[:2] if beyond else choices.OPTIMIZERS
+        optimizer = "optimizer = " + self.rng.choice(steps).replace("{}", params)
         optimizer += "; scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)"
         optimizer += '; scaler = torch.amp.GradScaler("cpu", init_scale=4.0)'
         before: tuple[Action, ...] = ()
