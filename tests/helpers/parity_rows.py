@@ -340,6 +340,9 @@ claim(SYNC, "errors", "a text in place of a bool", "", "ValueError", why="a text
     fails(lambda m, api: m.set_requires_gradient_sync("no"))
 )
 claim(SYNC, "recursion", "recursive (gradients after False: inner unit, root)", (False, False))(sees(graded, no_sync))
+claim(SYNC, "recursion", "`recurse=False`: this unit", (True, False))(
+    sees(graded, lambda m: m.set_requires_gradient_sync(False, recurse=False))
+)
 claim(SYNC, "order", "the next backward with True reduces the sum of all", 4.0)(sees(row_sum, no_sync, backward, sync))
 claim(SYNC, "interplay", "sets `set_requires_all_reduce` too, if it is called later (HSDP)", (True, True))(
     sees(graded, no_all_reduce, sync, make=hsdp)
@@ -350,6 +353,9 @@ claim(SYNC, "interplay", "... and not if it is called before", (False, False))(
 
 ALL_REDUCE = "FSDPModule.set_requires_all_reduce"
 claim(ALL_REDUCE, "recursion", "recursive (HSDP)", (False, False))(sees(graded, no_all_reduce, make=hsdp))
+claim(ALL_REDUCE, "recursion", "`recurse=False`: this unit", (True, False))(
+    sees(graded, lambda m: m.set_requires_all_reduce(False, recurse=False), make=hsdp)
+)
 claim(ALL_REDUCE, "order", "the next backward with True reduces the sum of all (HSDP)", 4.0)(
     sees(row_sum, no_all_reduce, backward, lambda m: m.set_requires_all_reduce(True), make=hsdp)
 )
@@ -368,6 +374,9 @@ claim(FORWARD, "interplay", "overrides what the root chose by itself", (True, Tr
 BACKWARD = "FSDPModule.set_reshard_after_backward"
 claim(BACKWARD, "recursion", "recursive (sharded after backward with False)", (False, False))(
     sees(forms, lambda m: m.set_reshard_after_backward(False))
+)
+claim(BACKWARD, "recursion", "`recurse=False`: this unit", (True, False))(
+    sees(forms, lambda m: m.set_reshard_after_backward(False, recurse=False))
 )
 
 
@@ -468,6 +477,9 @@ claim(UNUSED, "touches", "default: a parameter without gradient gets none", (Fal
 )
 claim(UNUSED, "recursion", "recursive (zeros where True)", (True, True))(
     sees(unused_graded, lambda m: m.set_reduce_scatter_unused_params(True), make=branches)
+)
+claim(UNUSED, "recursion", "`recurse=False`: this unit", (False, True))(
+    sees(unused_graded, lambda m: m.set_reduce_scatter_unused_params(True, recurse=False), make=branches)
 )
 
 BUFFERS = "FSDPModule.set_reduce_scatter_max_input_buffers"
