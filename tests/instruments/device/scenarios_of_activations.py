@@ -194,8 +194,8 @@ def activations_kept(device: str, rank: int, world_size: int, seed: int) -> list
             kept.append(block(kept[-1]).tanh())
         others = [torch.full((32, 64), float(number), device=device) for number in range(4)]
         kept[-1].square().mean().backward()
-        found += [*(each.detach().cpu() for each in (*kept, *others)), *gradients(blocks)]
-    return found
+        found += [each.detach() for each in (*kept, *others)]
+    return [*(each.cpu() for each in found), *gradients(blocks)]
 
 
 SCENARIOS_OF_ACTIVATIONS: dict[str, Scenario] = {
