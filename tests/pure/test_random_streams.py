@@ -41,6 +41,20 @@ def test_what_cannot_be_split_is_drawn_whole(monkeypatch: pytest.MonkeyPatch) ->
     assert sizes[-1] == 300
 
 
+def test_splitting_is_only_asked_for_above_a_span() -> None:
+    """Memory: no buffer is longer than a span and a block, whatever the tensor."""
+    sizes = []
+
+    def draw(values: Tensor, _: Tensor | None, generator: torch.Generator | None) -> Tensor:
+        sizes.append(values.numel())
+        return values.normal_(generator=generator)
+
+    shape = (3 * sequential.SPAN_NUMEL,)
+    fill_sequential(Target(torch.empty(10), Box((0,), (10,)), shape, (1,)), draw, torch.Generator())
+    assert max(sizes) <= sequential.SPAN_NUMEL + sequential.BLOCK_NUMEL
+    assert sum(sizes[-3:]) == shape[0]
+
+
 KEY = 0x9234_5678_9ABC_DEF0
 
 

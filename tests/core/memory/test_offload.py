@@ -57,11 +57,12 @@ def test_parameters_left_on_meta(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_loading_in_parts(rank: int, world_size: int) -> None:
-    """Behaviour 157: by `load_state_dict(assign=True, strict=False)` while others are on meta; then it trains."""
+    """Behaviour 1, 155, 157: by `load_state_dict(assign=True, strict=False)` while others are on meta; then it trains.
+    The policy is that of torch's FSDP2."""
     plain = Layers(2)
     with torch.device("meta"):
         meta = Layers(2)
-    model = offloaded(meta)
+    model = in_units(meta, offload_policy=torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False))
     for names in (["layers.0.weight"], ["layers.1.weight", "scale"]):
         wanted = {name: (plain.get_parameter(name).detach(), model.get_parameter(name)) for name in names}
         part = {name: distribute_tensor(value, to.device_mesh, to.placements) for name, (value, to) in wanted.items()}
@@ -69,11 +70,3 @@ def test_loading_in_parts(rank: int, world_size: int) -> None:
         assert all(model.get_parameter(name).device.type == "cpu" for name in names)
         assert (model.scale.device.type == "meta") == ("scale" not in names)
     check(model, plain, rank, world_size)
-
-
-@on_ranks(2)
-def test_torchs_policy_object(rank: int, world_size: int) -> None:
-    """Behaviour 1, 155: the policy of torch's FSDP2 may be passed as it is."""
-    plain = Layers(1)
-    policy = torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)
-    check(in_units(plain, offload_policy=policy), plain, rank, world_size)

@@ -191,6 +191,22 @@ def test_two_tiles_are_in_memory_at_most(rank: int, world_size: int, recomputes:
 
 
 @on_ranks(2)
+def test_tiles_are_gathered_one_after_the_other(rank: int, world_size: int) -> None:
+    """In forward each is gathered while the one before it computes; backward takes them in the reverse order."""
+    head = tile(nn.Linear(DIM, OUT), 3)
+    model = fully_shard(nn.Sequential(nn.Tanh(), head))
+    model(torch.randn(2, DIM)).sum().backward()
+    with events.record() as log:
+        model(torch.randn(2, DIM, requires_grad=True)).sum().backward()
+    seen = [(event.kind, event.unit[-1:]) for event in log if event.kind in ("all_gather", "reduce_scatter")]
+    gathers = [unit for kind, unit in seen if kind == "all_gather"]
+    assert gathers == ["0", "1", "2", "2", "1", "0"]
+    assert [unit for kind, unit in seen if kind == "reduce_scatter"] == ["2", "1", "0"]
+    forward = [(event.kind, event.unit[-1:]) for event in log if event.kind in ("unshard", "reshard")][:4]
+    assert forward == [("unshard", "0"), ("unshard", "1"), ("reshard", "0"), ("unshard", "2")]
+
+
+@on_ranks(2)
 def test_ways_to_shard(rank: int, world_size: int) -> None:
     """A tiled layer is a unit of its own, whoever shards it: a policy, a list, or a module around it."""
     plain = Small()
