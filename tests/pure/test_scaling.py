@@ -1,6 +1,7 @@
 """Where the sum of gradients is divided: the table of Behaviour 125-131, and that every row gives the right mean."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -19,28 +20,22 @@ def test_fp16_factors(factor: int, expected: tuple[float, float]) -> None:
     assert fp16_factors(factor) == expected
 
 
-def test_default_is_the_collectives_average() -> None:
-    """Behaviour 125: no division of our own."""
-    assert scaling_for(torch.float32, 4, 2, None, BOTH) == Scaling(scatter_averages=True, all_reduce_averages=True)
+TABLE = [  # a dtype, numbers of shards and of replicas, a factor, what can average; and what comes of it
+    ((torch.float32, 4, 2, None, BOTH), Scaling(scatter_averages=True, all_reduce_averages=True)),
+    ((torch.bfloat16, 4, 2, 4, BOTH), Scaling(scatter_averages=True)),
+    ((torch.bfloat16, 4, 2, 3, BOTH), Scaling(post=3)),
+    ((torch.float32, 4, 2, None, NONE), Scaling(post=8)),
+    ((torch.float32, 4, 2, None, (True, False)), Scaling(scatter_averages=True, post=2)),
+    ((torch.float16, 4, 2, None, NONE), Scaling(pre=4, post=2)),
+    ((torch.float32, 1, 1, None, BOTH), Scaling()),
+    ((torch.float16, 1, 1, 3, BOTH), Scaling(post=3)),
+]
 
 
-def test_custom_factor() -> None:
-    """Behaviour 128: equal to the shard group's size it is an average; the all-reduce sums."""
-    assert scaling_for(torch.bfloat16, 4, 2, 4, BOTH) == Scaling(scatter_averages=True)
-    assert scaling_for(torch.bfloat16, 4, 2, 3, BOTH) == Scaling(post=3)
-
-
-def test_force_sum() -> None:
-    """Behaviour 130: no collective divides. Behaviour 125: nor does a backend that cannot."""
-    assert scaling_for(torch.float32, 4, 2, None, NONE) == Scaling(post=8)
-    assert scaling_for(torch.float32, 4, 2, None, (True, False)) == Scaling(scatter_averages=True, post=2)
-    assert scaling_for(torch.float16, 4, 2, None, NONE) == Scaling(pre=4, post=2)
-
-
-def test_one_rank() -> None:
-    """Behaviour 131: divides only by a factor that was given."""
-    assert scaling_for(torch.float32, 1, 1, None, BOTH) == Scaling()
-    assert scaling_for(torch.float16, 1, 1, 3, BOTH) == Scaling(post=3)
+@pytest.mark.parametrize(("case", "expected"), TABLE)
+def test_table(case: Any, expected: Scaling) -> None:
+    """Behaviour 125, 128, 130, 131: the collectives' average, or a division of our own; none that was not asked for."""
+    assert scaling_for(*case) == expected
 
 
 def test_every_combination_divides_by_the_factor() -> None:
