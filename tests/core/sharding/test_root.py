@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import FSDPError, events, fully_shard, share_comm_ctx
+from fsdp2 import FSDPError, MixedPrecisionPolicy, events, fully_shard, share_comm_ctx
 from tests.helpers.models import error_of, is_sharded, is_unsharded, linears, reference_grads, units
 from tests.helpers.one_process import in_units
 from tests.helpers.parity_models import assert_gradients, batch
@@ -29,6 +31,22 @@ def test_names_and_order(rank: int, world_size: int) -> None:
         outer(batch(0, rank, 4)).sum().backward()
     assert units(log, "pre_forward") == ["", "layers.0", "layers.1", ""]
     assert units(log, "root_pre_forward") == ["", ""]
+
+
+@on_ranks(2, timeout_s=20)
+def test_one_rank_shards_alone(rank: int, world_size: int) -> None:
+    """Behaviour 37: rank 1 does nothing meanwhile, and gets here late."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    if rank == 0:
+        model = nn.Sequential(*linears(2))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        model.set_reshard_after_forward(False)
+        model.set_requires_gradient_sync(False)
+        model.set_gradient_divide_factor(2.0)
+        model[0].set_modules_to_forward_prefetch([model[1]])
+        model.state_dict()
+    dist.barrier()
 
 
 @on_ranks(2)
