@@ -140,7 +140,7 @@ class JointStep:
             found = str(error) if isinstance(error, CollectiveError) else f"{type(error).__name__}: {error}"
             raise self._give_up(f"after a failed step ({self.failure}): {found}") from error
         for _, trail in trails():
-            trail.begin_anew()
+            trail.reset()
         if board.count(f"{self._key}/reset") == board.size:
             board.put(f"{self._key}/all reset", "1")
             # This step's own "failed" must stay, because a watchdog may still read it.

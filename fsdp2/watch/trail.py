@@ -128,8 +128,8 @@ class Trail:
             self._known.add(step)
         return self.position, self._total, is_new
 
-    def begin_anew(self) -> None:
-        """All ranks are equally far, but by different entries: start the comparison over from here."""
+    def reset(self) -> None:
+        """All ranks have equally many entries, but not the same ones: compare only what follows."""
         self._known.clear()
         self._marked = self.position
         self._total = self.position
