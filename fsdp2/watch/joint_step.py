@@ -33,7 +33,7 @@ from fsdp2.watch.current import waiting
 from fsdp2.watch.trail import Entry, Trail, entry_of, number_of, trail_of, trails
 from fsdp2.watch.watchdog import Watchdog
 
-_MAX_TOLD = 4096  # the most entries that a rank may be behind; on a device others run ahead for half a second
+_MAX_PUBLISHED = 4096  # the most entries that a rank may be behind; on a device others run ahead for half a second
 _MAX_TEXT = 10_000  # characters of an error
 _LIMIT_S = 60.0
 _END = Entry("end of a joint step", None)
@@ -74,7 +74,7 @@ class JointStep:
         self._dog = dog
         self._before = f"joint/{number - 1}"
         self._key = f"joint/{number}"
-        self._state = "runs", 0  # status and number of exchanges, in one object: see `_tell`
+        self._state = "runs", 0  # status and number of exchanges, in one object: see `_publish`
 
     # --- in the watchdog's thread -------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ class JointStep:
             if found is None:  # do not assign None: this rank may have set `failure` itself meanwhile
                 return None
             self.failure = found
-        self._tell(board)
+        self._publish(board)
         return board.get(f"{self._key}/given up")
 
     # --- in the training thread ---------------------------------------------------------------------------------------
@@ -150,8 +150,8 @@ class JointStep:
 
     def _must_stop(self) -> bool | None:
         """Whether all ranks that have not failed pause here (True), or one is farther (False)."""
-        self._tell(self._dog.board)
-        others = [place for place in self._told() if place is None or place.status != "stopped"]
+        self._publish(self._dog.board)
+        others = [place for place in self._places() if place is None or place.status != "stopped"]
         _, num_exchanges = self._state
         if any(place is not None and place.num_exchanges > num_exchanges for place in others):
             return False
@@ -159,8 +159,8 @@ class JointStep:
 
     def _is_level(self, begun: list[Callable[[], None]]) -> bool:
         """Take part in what others have begun so far. Returns whether all have stopped at the same place."""
-        self._tell(self._dog.board)
-        places = self._told()
+        self._publish(self._dog.board)
+        places = self._places()
         is_level = all(place is not None and place.status == "stopped" for place in places)
         for _, trail in trails():
             ends = [place.ends[trail.name] for place in places if place is not None and trail.name in place.ends]
@@ -169,14 +169,14 @@ class JointStep:
                 begun += _take_part(trail, number)
         return is_level
 
-    def _tell(self, board: Board) -> None:
+    def _publish(self, board: Board) -> None:
         # Read the state first. In the watchdog's thread it may be older than the trails, which is harmless; "stopped"
         # with older trails would mislead the other ranks.
         status, num_exchanges = self._state
-        ends = {trail.name: trail.end(_MAX_TOLD) for _, trail in trails()}
+        ends = {trail.name: trail.end(_MAX_PUBLISHED) for _, trail in trails()}
         board.put(f"{self._key}/place/{board.rank}", json.dumps(_Place(status, num_exchanges, ends)))
 
-    def _told(self) -> list[_Place | None]:
+    def _places(self) -> list[_Place | None]:
         board = self._dog.board
         found = [board.get(f"{self._key}/place/{rank}") for rank in range(board.size)]
         return [None if text is None else _Place(*json.loads(text)) for text in found]

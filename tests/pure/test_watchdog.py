@@ -271,7 +271,7 @@ def test_a_rank_that_stops_is_not_told_at_its_old_place(dog: Watchdog, store: An
         return found
 
     monkeypatch.setattr(Trail, "end", late)
-    step._tell(Board(store, 0, 2))
+    step._publish(Board(store, 0, 2))
     text = Board(store, 1, 2).get("joint/1/place/0")
     assert text is not None
     status, _, ends = json.loads(text)
