@@ -309,7 +309,7 @@ def _steps(
     with profiler_range("FSDP::hand_over", plan.channel.fqn) if profiler_is_on() else NOTHING:
         params = plan.sink.deliver(map(torch.Tensor.as_strided, repeat(flat), *plan.sink.views))  # [6]
         if settings.when_reduced or any(map(hooks_of, map(sharded_of, params))):
-            _tell(params, settings.when_reduced)
+            _run_hooks(params, settings.when_reduced)
 
 
 def _scaled(
@@ -331,10 +331,10 @@ def _add(plan: ReductionPlan, flat: torch.Tensor, partials: Partials, divisor: f
             output.add_(earlier.over(divisor))
 
 
-def _tell(params: Params, then: Sequence[Callable[[Params], None]]) -> None:
-    """The gradients of `params` are complete: run the user's post-accumulate hooks, and call all of `then`."""
+def _run_hooks(params: Params, callbacks: Sequence[Callable[[Params], None]]) -> None:
+    """The gradients of `params` are complete: run the user's post-accumulate hooks, then `callbacks`."""
     calls = [(hook, param.sharded) for param in params for hook in post_accumulate_grad_hooks(param.sharded)]
     for hook, sharded in calls:
         hook(sharded)
-    for call in then if params else ():
-        call(params)
+    for callback in callbacks if params else ():
+        callback(params)
