@@ -69,7 +69,7 @@ class Join:
         self._total = total
         self._known = _known.setdefault(self._units[0], {})
         self._calls: list[_Call] = []  # of the running forward
-        self._told_as: str | None = None  # prefix of the keys with which this rank publishes its forward
+        self._published_as: str | None = None  # prefix of the keys with which this rank publishes its forward
         self._has_trained = False  # any rank has
         self._has_weight = False  # the running microbatch has passed its weight
         self._is_open = False  # a loop has begun and not ended
@@ -113,11 +113,11 @@ class Join:
             turn += 1
             if accumulate:
                 self._module.set_requires_gradient_sync(turn == num_turns)
-            tells, all_know = None if all_know else have.index(True), True
+            publisher, all_know = None if all_know else have.index(True), True
             if batch is _NONE:
-                self._serve(is_training, tells is not None)
+                self._serve(is_training, publisher is not None)
                 continue
-            self._told_as = self._name() if tells == self._group.rank() else None
+            self._published_as = self._name() if publisher == self._group.rank() else None
             self._has_weight = False
             yield batch
             if is_training and not self._has_weight:
@@ -145,7 +145,7 @@ class Join:
         """A prefix for keys in the store: the same on all ranks, different in each turn."""
         return f"fsdp2/join/{trail_of(self._group).position}"
 
-    def _told(self) -> Iterator[_Call]:
+    def _received(self) -> Iterator[_Call]:
         """The events of another rank's forward, as they happen."""
         store, name = store_of(self._group), self._name()
         while True:
@@ -223,18 +223,18 @@ class Join:
             return
         if call == _FIRST:
             self._calls = []
-        if self._told_as is not None:
-            store_of(self._group).set(f"{self._told_as}/{len(self._calls)}", " ".join(map(str, call)))
+        if self._published_as is not None:
+            store_of(self._group).set(f"{self._published_as}/{len(self._calls)}", " ".join(map(str, call)))
         self._calls.append(call)
         if call == _LAST:
-            self._known[torch.is_grad_enabled()], self._told_as = self._calls, None
+            self._known[torch.is_grad_enabled()], self._published_as = self._calls, None
 
-    def _serve(self, is_training: bool, is_told: bool) -> None:
-        """Take part in a forward, and its backward if training, of other ranks."""
+    def _serve(self, is_training: bool, is_new: bool) -> None:
+        """Take part in a forward of other ranks, and its backward if training. `is_new`: its order is published."""
         self._calls = []
         value = torch.zeros(1, device=self._device, requires_grad=is_training)
         done: set[int] = set()
-        for call in self._told() if is_told else self._known[is_training]:
+        for call in self._received() if is_new else self._known[is_training]:
             unit = self._units[call.unit]
             if not unit.in_order:  # optional, and this rank does not run it
                 continue
@@ -244,14 +244,13 @@ class Join:
                 # serves, because the root gets no inputs.
                 args, _ = pre_forward(module, () if call == _FIRST else (value,), {})
                 value = args[0] if args else value
-            elif (
-                is_training and call.unit not in done
-            ):  # at its first use, whose gradients come last, or else at its end
+            elif is_training and call.unit not in done:
+                # At its first use, whose gradients come last; without one, at its end.
                 done.add(call.unit)
                 value = _zeros(value, *_trained(unit))
             if call.kind == "end":
                 value = post_forward(module, (), value.clone())  # its hooks run before those of inner units
-        if is_told:
+        if is_new:
             self._known[is_training] = self._calls
         if is_training:
             value.sum().backward()
