@@ -281,10 +281,10 @@ class Job:
         except BaseException as error:
             # The store may be gone together with a rank that had finished. The folder itself shows the outcome.
             counts = id_of(storage, self.path) == nonce
-            is_told = agreement.has_failed  # also after the commit, so that all ranks raise
+            has_failed = agreement.has_failed  # also after the commit, so that all ranks raise
             if agreement.abandon(error) and not counts:
                 self._discard(work, [file.name for file in planned], records.written)
-            if not counts or is_told or not isinstance(error, CheckpointError):
+            if not counts or has_failed or not isinstance(error, CheckpointError):
                 raise
 
     def _write(self, work: str, planned: list[PlannedFile]) -> list[Written]:

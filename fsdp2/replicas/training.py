@@ -61,7 +61,7 @@ class Replicas:
         managed = [param for unit in self._units for param in unit.params]
         self._managed = {names.get(id(param.sharded), param.fqn): param for param in managed}
         self._extra = dict(extra or {})
-        self._told: dict[str, Any] = {}  # their state dicts when the step began
+        self._extra_at_begin: dict[str, Any] = {}  # their state dicts when the step began
         self._weight = 1.0
         self._share: float | None = None  # known from the first reduction of a step on
         self._is_open = False
@@ -110,7 +110,7 @@ class Replicas:
             self._manager.report_error(OrderError("Replicas: begin() before commit() of the last step"))
             self._manager.should_commit()
         self._weight, self._share, self._is_open = weight, None, True
-        self._told = {name: each.state_dict() for name, each in self._extra.items()}
+        self._extra_at_begin = {name: each.state_dict() for name, each in self._extra.items()}
         self._manager.start_quorum()
 
     def commit(self) -> bool:
@@ -165,7 +165,7 @@ class Replicas:
             index: _local(self._optimizer.state[p]) for index, p in enumerate(params) if p in self._optimizer.state
         }
         tensors = {name: _local(tensor) for name, tensor in self._tensors().items()}
-        text, given = pack({"tensors": tensors, "options": options, "state": state, "extra": self._told})
+        text, given = pack({"tensors": tensors, "options": options, "state": state, "extra": self._extra_at_begin})
         return {"text": text, "tensors": given}
 
     def _load(self, given: dict[str, Any]) -> None:

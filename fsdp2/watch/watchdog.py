@@ -72,7 +72,7 @@ class Watchdog:
         self._pid = os.getpid()
         self._next_ask = 0.0
         self._before: Finding | None = None
-        self._told = 0.0  # the wait that was last reported as late
+        self._reported = 0.0  # the wait that was last reported as late
         current.failure = None  # if there was one, it was of other groups
         forget_other_groups(all_groups())
         board.put(f"hello/{board.rank}", identity())
@@ -206,10 +206,10 @@ class Watchdog:
         self._next_ask = time.monotonic() + (1.0 if finding.kind == "unclear" else _AGAIN_S)
         if finding.is_fault:
             self.fail(finding.text)
-        elif finding.kind == "late" and wait is not None and self._told != wait.since:
+        elif finding.kind == "late" and wait is not None and self._reported != wait.since:
             waited = time.monotonic() - wait.since
             if waited >= settings().stall_after_s:
-                self._told = wait.since
+                self._reported = wait.since
                 _log.warning("waiting for other ranks since %.0f s: %s", waited, finding.text)
         self.num_rounds = self._num_begun
 

@@ -57,7 +57,7 @@ class Agreement:
         self._world = world
         self._timeout = timedelta(seconds=timeout_s)
         self.has_failed = False
-        self._told = time.monotonic()
+        self._reported_at = time.monotonic()
         self._store = self._own_client()
         name = f"{purpose}/{'-'.join(map(str, world.ranks)) if world.size < 9 else hash(world.ranks)}"
         self._before, self._prefix = self._begin(name)
@@ -242,10 +242,10 @@ class Agreement:
 
     def moves(self) -> None:
         """Report progress to waiting ranks, so that a slow destination is not mistaken for a dead rank."""
-        if time.monotonic() - self._told > self._timeout.total_seconds() / 4:
-            self._told = time.monotonic()
+        if time.monotonic() - self._reported_at > self._timeout.total_seconds() / 4:
+            self._reported_at = time.monotonic()
             with self._explained():
-                self._store.set(self._key("moves"), f"{self._world.rank} {self._told}")
+                self._store.set(self._key("moves"), f"{self._world.rank} {self._reported_at}")
 
     def _wait_while_moving(self, key: str) -> None:
         """Wait for a key as long as any rank makes progress."""
