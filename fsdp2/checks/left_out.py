@@ -107,8 +107,8 @@ def _warn(call: str, params: Sequence[tuple[str, nn.Parameter]]) -> None:
         _known[param] = True
     names = ", ".join(f"'{name}'" for name, _ in params[:5]) + (", ..." if len(params) > 5 else "")
     warnings.warn(
-        f"{call}: {len(params)} trainable parameters ({names}) are plain tensors beside sharded ones. Their "
-        "gradients are not reduced, so each rank trains its own values. Call fully_shard last on the module that holds "
-        "them too. If you reduce them yourself, pass them to fully_shard as ignored_params.",
+        f"{call}: {len(params)} trainable parameters ({names}) are not sharded, but others are. Their gradients are "
+        "not reduced, so each rank trains its own values. Call fully_shard last on a module that holds them too. If "
+        "you reduce them yourself, pass them to fully_shard as ignored_params.",
         stacklevel=4,
     )

@@ -211,7 +211,7 @@ def _wake_shards(group: Bucket, moved: Sequence[tuple[Any, torch.Tensor]], refus
     with torch.inference_mode(False), torch.no_grad():
         _give([(param, torch.empty_like(flat, device=group.roles.device)) for param, flat in moved])
         group.lay_together()
-        with _beside(streams, overlap):
+        with _on_copy_stream(streams, overlap):
             for param, flat in moved:
                 param.flat.copy_(flat, non_blocking=flat.is_pinned())
             copied = streams.record()
@@ -221,7 +221,7 @@ def _wake_shards(group: Bucket, moved: Sequence[tuple[Any, torch.Tensor]], refus
 
 
 @contextmanager
-def _beside(streams: Streams, overlap: bool) -> Iterator[None]:
+def _on_copy_stream(streams: Streams, overlap: bool) -> Iterator[None]:
     """Run a block on the copy stream, after the current stream: the block writes to memory that was allocated there,
     whose previous content may still be in use. The host allocator keeps page-locked memory until it has been read."""
     if not overlap:
@@ -279,7 +279,7 @@ def _wake_tensor(tensor: torch.Tensor, device: torch.device, overlap: bool) -> N
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
     with torch.inference_mode(False), torch.no_grad():
         new = torch.empty_like(local, device=device)
-        with _beside(streams_for(device), overlap):
+        with _on_copy_stream(streams_for(device), overlap):
             new.copy_(local, non_blocking=local.is_pinned())
     _replace(tensor, new)
 
@@ -290,7 +290,7 @@ def _wake_optimizer(
     """The optimizer's state is being copied back: let its next step wait for that."""
     refuse.remove()
     streams = streams_for(device)
-    with _beside(streams, overlap):
+    with _on_copy_stream(streams, overlap):
         copied = streams.record()
     if not overlap or copied is None:
         return

@@ -32,7 +32,7 @@ from fsdp2.optim.flats import identical, local_grad
 from fsdp2.optim.local import LocalOptimizer, without_hooks
 from fsdp2.optim.on_disk import DiskState
 from fsdp2.optim.pending import PendingTensor
-from fsdp2.optim.staged import RestingState, StagedState, State, beside_step
+from fsdp2.optim.staged import RestingState, StagedState, State, for_step
 from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.parameter import Plan
 from fsdp2.runtime.streams import streams_for
@@ -219,7 +219,7 @@ class OffloadedPart:
             inner[twin] = outer
             for key, value in outer.items():
                 if not isinstance(value, DTensor):
-                    outer[key] = beside_step(value, host())
+                    outer[key] = for_step(value, host())
                 elif local_tensor(value).device != host():
                     outer[key] = make_dtensor(local_tensor(value).to(host()), spec_of(value))
         return False

@@ -58,7 +58,7 @@ class DiskState(RestingState):
     Args:
         state, device: as for `RestingState`.
         folder: where the file is; created if it does not exist.
-        beside: files with parameters that the step needs too.
+        param_files: files with parameters that the step needs too.
         settle: waits for the step; called before anything reads a shown tensor.
     """
 
@@ -67,13 +67,13 @@ class DiskState(RestingState):
         state: MutableMapping[Any, State],
         device: torch.device,
         folder: str,
-        beside: RestingShards,
+        param_files: RestingShards,
         settle: Callable[[], None],
     ):
         super().__init__(state, device)
         self._settle = WeakMethod(settle)
         self._folder = folder
-        self._beside = beside
+        self._param_files = param_files
         self._places: list[Place] = []
         self._reads: Future[None] | None = None
         self._begun: list[Future[None]] = []
@@ -87,7 +87,7 @@ class DiskState(RestingState):
 
     def _begin_to_read(self) -> None:
         _threads().room.acquire()
-        self._beside.read_ahead()
+        self._param_files.read_ahead()
         if self._written is not None:
             wait([self._written])
         for place in self._places:
@@ -140,7 +140,7 @@ class DiskState(RestingState):
                 write.result()
             for place in self._places:
                 place.free()
-            self._beside.rest()
+            self._param_files.rest()
         finally:
             _threads().room.release()
 
@@ -153,7 +153,7 @@ class DiskState(RestingState):
         except BaseException:
             self._written = None  # raised only once; the next step writes again
             raise
-        self._beside.check()
+        self._param_files.check()
 
     def settle(self) -> None:
         """Wait until the step is complete and everything is written."""

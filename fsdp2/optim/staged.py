@@ -19,7 +19,7 @@ from fsdp2.optim.flats import identical
 State = dict[Any, Any]
 
 
-def beside_step(value: Any, device: torch.device) -> Any:
+def for_step(value: Any, device: torch.device) -> Any:
     """A value that is not a DTensor, as the step on `device` needs it. (After a load the counter of a fused step is on
     the parameter's device, even if the host steps.)"""
     elsewhere = isinstance(value, torch.Tensor) and value.device != device and device == host()
@@ -58,7 +58,7 @@ class RestingState(ABC):
             del inner[key]
         for key, value in outer.items():
             if not isinstance(value, DTensor):
-                inner[key] = beside_step(value, self.device)
+                inner[key] = for_step(value, self.device)
             elif id(value) not in known or known[id(value)] is not inner.get(key):
                 inner[key] = make_dtensor(local_tensor(value).to(self.device, copy=True), spec_of(value))
                 copied = True

@@ -247,9 +247,9 @@ def _check_contents(storage: Storage, path: str) -> None:
     names = storage.names(path)
     if names and MANIFEST not in names:
         raise CheckpointError(f"{path}: has files in it and is no checkpoint; save to an empty or a new folder")
-    beside = [name for name in names if not (name == MANIFEST or OURS.fullmatch(name) or SHARED.fullmatch(name))]
-    if beside:
-        some = ", ".join(beside[:3]) + (", ..." if len(beside) > 3 else "")
+    others = [name for name in names if not (name == MANIFEST or OURS.fullmatch(name) or SHARED.fullmatch(name))]
+    if others:
+        some = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         raise CheckpointError(
             f"{path}: has other files than those of the checkpoint, {some}, which overwrite=True would delete too. "
             "Move them, or save to another folder."

@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     one = add("prune", _prune, "delete old checkpoints of a run")
     one.add_argument("folder", metavar="RUN")
     one.add_argument("--keep", type=int, metavar="N", required=True, help="how many of the newest stay")
-    one.add_argument("--every", type=int, metavar="STEPS", help="multiples of this stay besides")
+    one.add_argument("--every", type=int, metavar="STEPS", help="also keep multiples of this")
     one.add_argument("--verify", action="store_true", help="only those that were read to the end count as sound")
     return parser
 

@@ -53,10 +53,10 @@ def warned() -> Iterator[list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield texts
-    texts += [str(each.message) for each in caught if "beside sharded ones" in str(each.message)]
+    texts += [str(each.message) for each in caught if "are not sharded, but others are" in str(each.message)]
 
 
-NAMES = "3 trainable parameters ('embed.weight', 'embed.bias', 'head.weight') are plain tensors beside sharded ones"
+NAMES = "3 trainable parameters ('embed.weight', 'embed.bias', 'head.weight') are not sharded, but others are"
 
 
 @on_ranks(2, 4)
