@@ -1,7 +1,7 @@
 """Tensors on memory-mapped files: the system reads pages that are accessed, and writes those that have changed. Layer:
 above `placement.carving`, whose carved tensors may be in a file.
 
-Every operation works on them, and sees the values of the last write. `RestingShards` hints when memory is not needed
+Every operation works on them, and sees the values of the last write. `ShardFiles` hints when memory is not needed
 for a while, and which files are used next; a wrong hint only costs another read.
 """
 
@@ -32,7 +32,7 @@ class MappedFile(DiskFile):
 
     Attributes:
         memory: the storage.
-        failure: why it could not be written, until `RestingShards.check` has raised it. The system may have lost the
+        failure: why it could not be written, until `ShardFiles.check` has raised it. The system may have lost the
             values, and reports that only once, to the writer.
     """
 
@@ -46,7 +46,7 @@ class MappedFile(DiskFile):
         if sys.platform == "linux":
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_WILLNEED)
 
-    def rest(self) -> None:
+    def evict(self) -> None:
         """Write what has changed, and free the memory until it is used again."""
         if sys.platform != "linux":
             return
@@ -103,12 +103,12 @@ def file_of(tensor: torch.Tensor) -> MappedFile | None:
     return file
 
 
-class RestingShards:
+class ShardFiles:
     """Files that are used together.
 
     Example::
 
-        shards = RestingShards(files)
+        shards = ShardFiles(files)
         shards.check()
         ...  # read them
         shards.used()
@@ -116,7 +116,7 @@ class RestingShards:
 
     def __init__(self, files: Iterable[MappedFile]):
         self._files = list({id(file): file for file in files}.values())
-        self._next: WeakKeyDictionary[RestingShards, ref[RestingShards]] = WeakKeyDictionary()
+        self._next: WeakKeyDictionary[ShardFiles, ref[ShardFiles]] = WeakKeyDictionary()
 
     def check(self) -> None:
         """Call it before the files are used.
@@ -137,7 +137,7 @@ class RestingShards:
             recent[0]._next[recent[1]] = ref(self)
         follower = self._next.get(recent[0]) if recent else None
         _recent.appendleft(ref(self))
-        _thread().submit(self.rest)
+        _thread().submit(self.evict)
         if follower is not None and (shards := follower()) is not None and shards is not self:
             _thread().submit(shards.read_ahead)
 
@@ -146,13 +146,13 @@ class RestingShards:
         for file in self._files:
             file.read_ahead()
 
-    def rest(self) -> None:
+    def evict(self) -> None:
         """Write what has changed, and free the memory."""
         for file in self._files:
-            file.rest()
+            file.evict()
 
 
-_recent: "deque[ref[RestingShards]]" = deque(maxlen=2)  # the last two that were used
+_recent: "deque[ref[ShardFiles]]" = deque(maxlen=2)  # the last two that were used
 
 
 @cache

@@ -143,12 +143,12 @@ class FileShards(Around):
 
     def __init__(self, inner: Source, files: Sequence[mapped.MappedFile]):
         super().__init__(inner)
-        self._resting = mapped.RestingShards(files)
+        self._files = mapped.ShardFiles(files)
 
     def start(self, group: Group) -> Callable[[], None]:
-        self._resting.check()
+        self._files.check()
         finish = self.inner.start(group)
-        self._resting.used()
+        self._files.used()
         return finish
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_of, local_tensor, make_dtensor, make_parameter, make_spec, set_local_tensor, spec_of
 from fsdp2.disk.file import in_turn
-from fsdp2.disk.mapped import RestingShards, file_of
+from fsdp2.disk.mapped import ShardFiles, file_of
 from fsdp2.errors import ArgumentError
 from fsdp2.extras.host_memory import host
 from fsdp2.extras.offload import Offload
@@ -92,7 +92,7 @@ class OffloadedPart:
         """Where the state is kept, if not where the optimizer steps."""
         folders = self._policy.folders
         if folders and simulation() is None:  # a plan counts files as host memory
-            files = RestingShards(file for real in self._reals if (file := file_of(real)) is not None)
+            files = ShardFiles(file for real in self._reals if (file := file_of(real)) is not None)
             return DiskState(self._inner.state, device, in_turn(folders, next(_on_disk)), files, self.settle)
         return None if device == host() else StagedState(self._inner.state, device, self._policy.pins)
 

@@ -29,7 +29,7 @@ from fsdp2._torch.optim import is_view, no_torch_function, wrapper_like, written
 from fsdp2._torch.shared import storage_key
 from fsdp2.disk.direct import memory_at
 from fsdp2.disk.file import DiskFile, remove_leftovers, whole_pages
-from fsdp2.disk.mapped import RestingShards
+from fsdp2.disk.mapped import ShardFiles
 from fsdp2.extras.host_memory import HOST
 from fsdp2.optim.flats import identical
 from fsdp2.optim.staged import RestingState, State, storages_of
@@ -67,7 +67,7 @@ class DiskState(RestingState):
         state: MutableMapping[Any, State],
         device: torch.device,
         folder: str,
-        param_files: RestingShards,
+        param_files: ShardFiles,
         settle: Callable[[], None],
     ):
         super().__init__(state, device)
@@ -140,7 +140,7 @@ class DiskState(RestingState):
                 write.result()
             for place in self._places:
                 place.free()
-            self._param_files.rest()
+            self._param_files.evict()
         finally:
             _threads().room.release()
 
