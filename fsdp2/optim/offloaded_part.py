@@ -32,7 +32,7 @@ from fsdp2.optim.flats import identical, local_grad
 from fsdp2.optim.local import LocalOptimizer, without_hooks
 from fsdp2.optim.on_disk import DiskState
 from fsdp2.optim.pending import PendingTensor
-from fsdp2.optim.staged import RestingState, StagedState, State, for_step
+from fsdp2.optim.staged import OffloadedState, StagedState, State, for_step
 from fsdp2.runtime.bucket import Bucket, Phase
 from fsdp2.runtime.parameter import Plan
 from fsdp2.runtime.streams import streams_for
@@ -83,12 +83,12 @@ class OffloadedPart:
         inner = [{**_options(group), "params": [next(twins) for _ in each]} for group, each in pairs]
         joins = not self._policy.folders  # parts of joined memory cannot be freed
         self._inner = make(inner, joins)
-        self._staged = self._resting(plan.grad_home)
+        self._staged = self._offloaded_state(plan.grad_home)
         self._future: Future[None] | None = None
         self._done: torch.Event | None = None
         self._kept: list[Any] = []  # gradients that the device may still read
 
-    def _resting(self, device: torch.device) -> RestingState | None:
+    def _offloaded_state(self, device: torch.device) -> OffloadedState | None:
         """Where the state is kept, if not where the optimizer steps."""
         folders = self._policy.folders
         if folders and simulation() is None:  # a plan counts files as host memory

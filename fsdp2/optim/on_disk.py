@@ -32,7 +32,7 @@ from fsdp2.disk.file import DiskFile, remove_leftovers, whole_pages
 from fsdp2.disk.mapped import ShardFiles
 from fsdp2.extras.host_memory import HOST
 from fsdp2.optim.flats import identical
-from fsdp2.optim.staged import RestingState, State, storages_of
+from fsdp2.optim.staged import OffloadedState, State, storages_of
 from fsdp2.runtime.tree import map_tensors
 
 IN_MEMORY = 3  # units' states: one is read, one is stepped, one is written
@@ -52,11 +52,11 @@ def _threads() -> _Threads:
     return _Threads(BoundedSemaphore(IN_MEMORY), *pools)
 
 
-class DiskState(RestingState):
+class DiskState(OffloadedState):
     """State that is kept in a file.
 
     Args:
-        state, device: as for `RestingState`.
+        state, device: as for `OffloadedState`.
         folder: where the file is; created if it does not exist.
         param_files: files with parameters that the step needs too.
         settle: waits for the step; called before anything reads a shown tensor.

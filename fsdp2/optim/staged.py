@@ -26,7 +26,7 @@ def for_step(value: Any, device: torch.device) -> Any:
     return value.to(device) if elsewhere else value
 
 
-class RestingState(ABC):
+class OffloadedState(ABC):
     """The state of some parameters. All calls but `take` and `prefetch` are made on one stream, which owns the memory
     where the optimizer steps.
 
@@ -99,11 +99,11 @@ class RestingState(ABC):
         """
 
 
-class StagedState(RestingState):
+class StagedState(OffloadedState):
     """State that is kept in host memory.
 
     Args:
-        state, device: as for `RestingState`.
+        state, device: as for `OffloadedState`.
         pins: whether the host memory is page-locked.
     """
 
