@@ -103,10 +103,10 @@ class OptimizerTarget:
             what = f"optimizer state of {', '.join(sorted(kinds))}, and this is {own[0]}"
             self.unfit = f"{what}. Leave optimizer= out to begin with a fresh state."
         now = self.optimizer.param_groups
-        alike = [table["groups"] for table in tables if len(table["groups"]) == len(now)]
+        matching = [table["groups"] for table in tables if len(table["groups"]) == len(now)]
         self._options = [
             # A group without parameters (not unfrozen yet) can only be found by its index.
-            self._options_of(group, options) if group["params"] or not alike else dict(alike[0][index]["options"])
+            self._options_of(group, options) if group["params"] or not matching else dict(matching[0][index]["options"])
             for index, group in enumerate(now)
         ]
 
