@@ -75,7 +75,7 @@ def fully_shard(
             weight). Its class is swapped: afterwards it is an `FSDPModule`.
         mesh: 1-D: parameters are sharded over it (FSDP). 2-D with names: replicated over the first axis and sharded
             over the second (HSDP). None: all ranks. Parameters and buffers move to its device, except meta tensors.
-            Parameters may be DTensors on another axis (tensor parallelism) of the mesh that `mesh` is part of.
+            Parameters may be DTensors (tensor parallelism) on other axes of the mesh from which `mesh` was sliced.
         reshard_after_forward: True frees unsharded parameters after forward and gathers them again for backward. False
             keeps them. An int reshards to groups of that many ranks; it must divide the size of the shard axis. None:
             False for the root, True for others.
@@ -175,8 +175,8 @@ def _draft(modules: list[nn.Module], apart: Collection[nn.Module], placing: Plac
             continue
         if known.roles != plan.roles:
             raise ArgumentError(
-                f"'{fqn}' is the weight that was sharded as '{known.fqn}' on {known.roles.mesh}; it cannot be on "
-                f"{plan.roles.mesh} as well. Give both the same mesh."
+                f"'{fqn}' is tied to '{known.fqn}', which is sharded on {known.roles.mesh}; it cannot also be on "
+                f"{plan.roles.mesh}. Use the same mesh for both."
             )
         tied.append((fqn, slots, known))
     offloads = placing.offload.of_params([param.nbytes for param, _ in planned])
@@ -237,7 +237,7 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
                 f"{instead}"
             )
         if unit_of(each) is not None:
-            raise MisuseError(f"fully_shard: this {name} is sharded already; call it once a module")
+            raise MisuseError(f"fully_shard: this {name} is sharded already; call it only once per module")
     if len(set(modules)) != len(modules):
         raise MisuseError("fully_shard: a module appears twice in the list")
     return modules
@@ -252,7 +252,7 @@ def _check_order(places: Places) -> None:
                     of = ", ".join(type(each).__name__ for each in unit.modules)
                     raise OrderError(
                         f"fully_shard: '{fqn}' is sharded already, as '{known.fqn}' of the {of}. Call fully_shard on a "
-                        "module before you call it on one that holds it."
+                        "module before you call it on one that contains it."
                     )
 
 

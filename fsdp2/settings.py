@@ -158,9 +158,9 @@ class Settings:
         unit_for(self).backward_prefetch = [ref(unit_in("set_modules_to_backward_prefetch", m)) for m in modules]
 
     def set_auto_forward_prefetch(self, enable: bool = True) -> None:
-        """Whether forward prefetches, without explicit lists, the unit that ran next in the last two iterations, if
-        their order was the same (default False). Set it on the root. If the order changes, prefetching stops at the
-        first difference and resumes after two equal iterations. Every rank must run units in the same order."""
+        """Whether forward prefetches the next unit without explicit lists, once two iterations have run units in the
+        same order (default False). Set it on the root. If the order changes, prefetching stops at the first difference
+        and resumes after two equal iterations. Every rank must run units in the same order."""
         by_feature("set_auto_forward_prefetch", self, boolean("enable", enable))
 
     def set_keep_unsharded_storage(self, enable: bool, *, recurse: bool = True) -> None:

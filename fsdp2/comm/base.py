@@ -31,7 +31,7 @@ Bounds = Sequence[int]  # group size + 1 offsets into a flat tensor, in elements
 
 
 def hash_of(*fields: object) -> int:
-    """A hash of these fields, equal in all processes. It has 7 bytes: Python reduces hashes of 8 modulo 2**61 - 1."""
+    """A hash of these fields, equal in all processes. It has 7 bytes: `hash` would reduce a longer one."""
     return int.from_bytes(blake2b(repr(fields).encode(), digest_size=7).digest(), "big")
 
 
@@ -150,12 +150,12 @@ def _all_reduce(op: Any, group: dist.ProcessGroup, sources: Tensors, _outputs: T
     return dist.all_reduce(sources[0], op, group, async_op=True)
 
 
-# Called with each collective that a unit has planned. The one they return is started instead, and emits its events.
+# Called with each collective that a unit has planned. The collective that they return is used instead.
 wrap_collective: list[Callable[[Collective], Collective]] = []
 
 
 def wrapped(collective: Collective) -> Collective:
-    """`collective`, wrapped by these functions."""
+    """`collective`, wrapped by all of `wrap_collective`."""
     for wrap in wrap_collective:
         collective = wrap(collective)
     return collective

@@ -117,7 +117,7 @@ def _add(rows: Tensors, output: torch.Tensor) -> None:
 
 
 class AllReduced:
-    """An all-reduce in flight, done as a reduce-scatter: of everything to every rank, or of parts that are gathered
+    """An all-reduce in flight, done as a reduce-scatter: every rank sums everything, or a part that is gathered
     afterwards."""
 
     def __init__(self, comm: "GlooComm", what: What, sources: Tensors, outputs: Tensors):
@@ -158,5 +158,5 @@ class GlooComm(Comm):
         return Collective(what, partial(_start_sum, what, list(map(_sizes, bounds)), add))
 
     def plan_all_reduce(self, what: What, average: bool) -> Collective:
-        """In tagged messages too: gloo's own all-reduce would add up whatever the other ranks reduce at that time."""
+        """Uses tagged messages too: gloo's own all-reduce would sum different tensors if the ranks' orders differ."""
         return Collective(what, partial(AllReduced, self, what))

@@ -127,7 +127,7 @@ class _Host:
 
     unit: ref[Unit]
     guests: list[ref[Unit]] = field(default_factory=list)
-    reduces_late: _Late = None
+    reduction_settings: _Late = None
     in_order = True
 
     def select(self, gathering: bool) -> list[Bucket]:
@@ -148,7 +148,7 @@ class _Guest:
 
     unit: ref[Unit]
     decision: _Decision
-    reduces_late: _Late = None
+    reduction_settings: _Late = None
     _ran_alone: bool = False
     in_order = False  # its host is
 
@@ -275,7 +275,7 @@ def _prepare(step: Step) -> None:
     for unit in late:
         role = unit.role = guests[unit] if unit in guests else hosts[unit]
         by_ran = averaged_over.get(unit) == "ran"
-        role.reduces_late = optional.settings_of_ran if by_ran else optional.settings_of_all
+        role.reduction_settings = optional.settings_of_ran if by_ran else optional.settings_of_all
     step.hooks.before_forward.append(lambda args, kwargs: optional.before_forward(_notes(weak), args, kwargs))
     step.hooks.before_last_reductions.append(optional.before_last_reductions)
 

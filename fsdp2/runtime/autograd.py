@@ -30,8 +30,8 @@ from fsdp2.runtime.tree import map_tensors, tensors_in, tensors_within
 Callback = Callable[..., None]
 _needs_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
-# A leaf that every `_BackwardEnd` takes as an input, and that never gets a gradient. If a backward that passes through
-# such an end will not run the leaf's node, it was given `inputs` or is `torch.autograd.grad`. So this says whether the
+# A leaf that every `_BackwardEnd` takes as an input, and that never gets a gradient. A backward that passes through
+# such an end runs the leaf's node, unless it was given `inputs` or is `torch.autograd.grad`. So this says whether the
 # running backward computes all gradients.
 _leaf = torch.zeros(0, requires_grad=True)
 backward_is_whole: Callable[[], bool] = partial(will_run_node, get_gradient_edge(_leaf).node)

@@ -114,7 +114,7 @@ def _reduce(unit: Unit, group: Bucket, settings: UnitSettings, at_end: bool = Fa
     if group.roles.replicate_group is not None and settings.requires_all_reduce:
         in_flight.finish_partials()
     if unit.role is not None:
-        settings = unit.role.reduces_late(group, settings)
+        settings = unit.role.reduction_settings(group, settings)
     if reductions := group.gradients.take(settings, at_end, unit.step.memory.streams):
         in_flight.start(reductions)
 

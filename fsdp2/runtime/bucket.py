@@ -62,7 +62,7 @@ class Bucket:
         changing: functions that make the current stream wait for a background change of the shards (an offloaded step),
             and remove themselves; called with whether this is the all-gather stream. Groups with equal shards share it.
         source: the memory of the unsharded parameters, and how it is filled.
-        conversions: how often the unsharded parameters were dropped because the sharded ones were replaced.
+        conversions: how often the unsharded parameters were dropped, because parameters were converted or replaced.
         seen: the sharded parameters as they were when the step began.
     """
 
@@ -97,8 +97,8 @@ class Bucket:
             return
         emit("unshard", self.channel.fqn)
         follows_compute = self.phase is Phase.PART or self.source.follows_compute
-        looks = self.phase is Phase.SHARDED and not self.changing
-        if looks and self.seen.ids != [*map(id, map(local_of, self.seen.sharded))]:  # changed since the step began
+        has_shards = self.phase is Phase.SHARDED and not self.changing
+        if has_shards and self.seen.ids != [*map(id, map(local_of, self.seen.sharded))]:  # changed since the step began
             self._follow_shards(memory)
             follows_compute = True
         source, streams = self.source, memory.streams
@@ -195,8 +195,8 @@ class Bucket:
 
     # --- between steps -----------------------------------------------------------------------------------------------
 
-    def look(self, memory: ReleasedMemory) -> bool:
-        """Before a step: adopt what was done to the parameters since the last one. Returns whether the unsharded
+    def follow_changes(self, memory: ReleasedMemory) -> bool:
+        """Before a step: adopt what the user did to the parameters since the last one. Returns whether the unsharded
         parameters are stale: gathered before a change of the sharded ones.
 
         Raises:
@@ -205,7 +205,7 @@ class Bucket:
         if self.seen.grad_dtypes != list(map(grad_dtype_of, self.seen.sharded)):
             self._follow_grad_dtypes()
         if self.phase is Phase.SHARDED:
-            if not self.changing and self.seen.look() != self.seen.known:  # otherwise the local tensors are stand-ins
+            if not self.changing and self.seen.fingerprint() != self.seen.known:  # while changing, these are stand-ins
                 self._follow_shards(memory)
             self.seen.versions = self.seen.now()
             return False
@@ -288,6 +288,6 @@ class Bucket:
 
 def _refuse_gradient(fqn: str, *_: object) -> None:
     raise OrderError(
-        f"'{fqn}' was converted between forward and backward, so a gradient came for a parameter that is gone. "
-        "Run the backward before to(dtype), or the forward again after it."
+        f"'{fqn}' was converted between forward and backward, so this gradient belongs to a parameter that "
+        "no longer exists. Run the backward before to(dtype), or the forward again after it."
     )

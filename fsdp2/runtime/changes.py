@@ -34,7 +34,7 @@ class Seen:
         ids: the ids of their local tensors.
         versions: the versions of the DTensors. All ranks run the same operators on these. Local tensors may change on
             some ranks only, and a gather that only some ranks issue would hang.
-        known: the result of `look` at that time.
+        known: the `fingerprint` at that time.
         grad_dtypes: their `grad_dtype`.
         slots: where the modules hold the parameters.
     """
@@ -48,11 +48,11 @@ class Seen:
         self._plain = [flat for flat in self.flats if not is_wrapper(flat)]
         self._locals = list(map(local_of, self.sharded))  # kept alive, so that their ids are not reused
         self.ids = list(map(id, self._locals))
-        self.known = self.look()
+        self.known = self.fingerprint()
         self.grad_dtypes = list(map(grad_dtype_of, self.sharded))
         self.versions = self.now()
 
-    def look(self) -> list[Any]:
+    def fingerprint(self) -> list[Any]:
         """Storages, local tensors and addresses (`share_memory_` changes these). Equal to `known` until something is
         moved, converted or assigned."""
         addresses = map(torch.Tensor.data_ptr, self._plain)
@@ -98,7 +98,7 @@ class Changes:
         self._used_at: list[int] | None = None  # versions of shards used in place, when forward used them
 
     def forget(self) -> None:
-        """From now on, treat them as equal to the shards."""
+        """Treat the current values as equal to the shards."""
         self.versions = list(map(version, self._gradients.unsharded))
 
     def found(self) -> list[ManagedParameter]:
@@ -147,7 +147,7 @@ class Changes:
             if param.sharded.requires_grad:
                 raise OrderError(
                     f"'{param.fqn}' was moved or converted while it was unsharded, by a call on a module that is not "
-                    "a unit, which does not reach its shards. Call reshard() on the model before such a call."
+                    "a unit, so its shards did not change. Call reshard() on the model before such a call."
                 )
 
     def check_use(self, fqn: str) -> None:
@@ -159,7 +159,7 @@ class Changes:
         elif self._used_at is not None and versions != self._used_at:
             raise OrderError(
                 f"unit '{fqn or '(root)'}': parameters changed between forward and backward; they are replicated and "
-                "used as they are, so backward needs those of forward. Step the optimizer after backward."
+                "used without a copy, so backward needs the values of forward. Step the optimizer after backward."
             )
 
     def forget_use(self) -> None:
@@ -186,6 +186,6 @@ def check_stand_in(param: ManagedParameter, found: torch.Tensor | None) -> None:
     kind = "None" if found is None else f"a {type(found).__name__} of shape {tuple(found.shape)}"
     raise ArgumentError(
         f"'{param.fqn}' is sharded, and its module holds {kind} in its place, which the all-gathered parameter would "
-        "replace. torch.func.functional_call with other parameters needs a module that is not sharded; to change the "
-        "parameter for good call load_state_dict(..., assign=True)."
+        "replace. torch.func.functional_call with other parameters needs a module that is not sharded; to replace the "
+        "parameter itself, call load_state_dict(..., assign=True)."
     )

@@ -103,7 +103,7 @@ class Gather:
         out of the packed buffer; call it on the same stream.
 
         Args:
-            stay: the next call will pass the same list with the same shards.
+            stay: later calls pass the same list with the same shards.
             storage: the memory of the tensors to fill. If all are packed, it is allocated after the collective,
                 otherwise before.
         """
@@ -136,6 +136,6 @@ class Gather:
         if self._packed is not None:
             if self._is_packed:
                 storage.alloc()
-            if self._unpack_to:  # empty if all parameters are
+            if self._unpack_to:  # empty if every parameter is
                 copy_lists(self._unpack_to, self._unpack_from)
             self._packed.resize_(0)

@@ -97,7 +97,7 @@ class Gradients:
         self.sync_trainable()
 
     def follow(self, forms: Sequence[nn.Parameter | None]) -> None:
-        """If the user froze or unfroze one of `forms`, which modules held, do the same to the sharded parameter."""
+        """Freeze or unfreeze sharded parameters as the user did with `forms`, which modules held."""
         if self.trainable:
             for param, form, before in zip(self._params, forms, self.trainable, strict=True):
                 if form is not None and form.requires_grad != before:
@@ -172,8 +172,8 @@ class Gradients:
 
     def take(self, settings: UnitSettings, at_end: bool, streams: Streams) -> list[Reduction]:
         """Take all existing gradients. Returns their reductions, not yet started, one for each dtype of parameters.
-        Before the end of backward it takes nothing if all gradients are from earlier microbatches: the unit ran several
-        times, and its gradients are complete in the backward of its first use.
+        Before the end of backward it takes nothing if all gradients are from earlier microbatches: then the unit ran
+        several times, and the backward of its first use completes its gradients.
 
         `at_end`: no more gradients will arrive. Only then are missing gradients filled with zeros, if the settings ask
         for that, and partials without new gradients reduced.

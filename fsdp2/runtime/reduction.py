@@ -54,8 +54,8 @@ class Partial(NamedTuple):
     flat: torch.Tensor
     divisor: float
 
-    def over(self, divisor: float) -> torch.Tensor:
-        """Rescaled to another `divisor`. A gradient keeps the divide factor that was set when it was reduce-scattered,
+    def rescaled(self, divisor: float) -> torch.Tensor:
+        """`flat` for another `divisor`. A gradient keeps the divide factor that was set when it was reduce-scattered,
         even if the factor has changed since."""
         return self.flat if divisor == self.divisor else self.flat * (divisor / self.divisor)
 
@@ -80,7 +80,7 @@ class ReductionPlan:
         packing, direct: how the packed gradients are laid out; index and part of the flat output of each direct one.
         zeros: the parts of the flat output that no collective fills.
         dtype: dtype of the sums.
-        is_plain, casts: all gradients are plain tensors, dims in memory order; some may have another dtype.
+        is_plain, casts: all gradients are plain tensors with dims in memory order; a gradient may need a cast.
     """
 
     sink_type: type[Sink] = Sink
@@ -328,7 +328,7 @@ def _add(plan: ReductionPlan, flat: torch.Tensor, partials: Partials, divisor: f
     """Add the partial gradients to the flat output, which must still be divided by `divisor`."""
     for param, output in zip(plan.params, flat.split(plan.sizes), strict=True) if partials else ():
         if (earlier := partials.get(param)) is not None:
-            output.add_(earlier.over(divisor))
+            output.add_(earlier.rescaled(divisor))
 
 
 def _run_hooks(params: Params, callbacks: Sequence[Callable[[Params], None]]) -> None:

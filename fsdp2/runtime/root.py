@@ -40,15 +40,15 @@ def become_root(root: Unit) -> Step:
         if unit is not root and unit.step is not None and not unit.step.is_provisional:
             if unit.step.root() is not unit:
                 raise OrderError(
-                    f"'{', '.join(fqns)}' belongs to another root already, {_described(unit.step.root())}, and a "
-                    f"unit can have one only. Models that share a trunk need a common root: put {_described(root)} and "
-                    "the other root into one module, call fully_shard on that, and compute both outputs in its forward."
+                    f"'{', '.join(fqns)}' belongs to another root already, {_described(unit.step.root())}. A unit has "
+                    f"only one, so models that share a trunk need a common root: put {_described(root)} and the other "
+                    "root into one module, call fully_shard on that, and compute both outputs in its forward."
                 )
             raise OrderError(
                 f"'{', '.join(fqns)}' ran its forward before the module that contains it and became a root itself. Run "
                 "the outermost sharded module's forward first; after that, inner modules may run alone. Call the "
-                "module itself: model.forward(...), or a method such as generate, passes its hooks by, unless it is "
-                "named with register_fsdp_forward_method."
+                "module itself: model.forward(...) bypasses its hooks. So does a method such as generate, unless it is "
+                "registered with register_fsdp_forward_method."
             )
         unit.fqn = ", ".join(fqns)
         for group in unit.groups:

@@ -229,7 +229,7 @@ def source_of(group: Group) -> Shards:
 
 
 def wrapped(source: Source, group: Group) -> Source:
-    """The memory that `source` fills, with the wrappers that features add now; before the first start, `source`."""
+    """`source.base` with the wrappers that features add now; `source` itself before its first start."""
     if source.base is None:
         return source
     found: Source = source.base

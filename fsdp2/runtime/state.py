@@ -35,7 +35,7 @@ class Stays(Enum):
     """What a reshard may leave for the next unshard, if the source of a group can keep it."""
 
     NOTHING = "the sharded parameters alone"
-    PART = "part of the values, because the shards will not change before: shards of a replica"
+    PART = "part of the values, such as the shards of a replica: the shards will not change before"
     SMALLER = "PART, and the rows in a smaller mesh"
     VALUES = "memory and values, in case the shards do not change"
 

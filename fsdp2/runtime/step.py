@@ -219,7 +219,6 @@ def raise_unfinished(what: str) -> NoReturn:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_compiled_autograd() -> None:
     raise UnsupportedError(
-        "backward runs under compiled autograd, which does not call back at its end, so that gradients would stay "
-        "unreduced. Turn it off (compiled_autograd in the configuration of Dynamo); torch.compile of the model or of "
-        "its blocks is fine."
+        "backward runs under compiled autograd, which runs no callbacks at its end, so gradients would stay unreduced. "
+        "Set torch._dynamo.config.compiled_autograd to False; torch.compile of the model or of its blocks is fine."
     )

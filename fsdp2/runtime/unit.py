@@ -34,7 +34,7 @@ class Role(Protocol):
     def select(self, unsharding: bool) -> Sequence[Bucket]:
         """The groups that `unshard` and `reshard` act on, instead of the unit's own and borrowed ones."""
 
-    def reduces_late(self, group: Bucket, settings: UnitSettings) -> UnitSettings:
+    def reduction_settings(self, group: Bucket, settings: UnitSettings) -> UnitSettings:
         """The settings for reducing `group`. All reductions of the unit wait for the end of the whole backward."""
 
 
@@ -151,7 +151,7 @@ class Unit:
         and reshard values that were gathered before the change (by a forward without a backward, or kept)."""
         assert self.step is not None
         for group in (*self.groups, *self.borrowed):
-            if group.look(self.step.memory):
+            if group.follow_changes(self.step.memory):
                 self.reshard_all()
 
     # --- forms: call these outside of transforms of `torch.func` ------------------------------------------------------
