@@ -200,7 +200,7 @@ class Matching:
         return source_of(name, self.sources) or (self._published or {}).get(name)
 
     def _sources_of(self, section: str, names: Sequence[str]) -> list[Source]:
-        """The sources of a tensor with these names: first the one that fills it, then those that must be equal."""
+        """The sources of a tensor with these names: the one that fills it, then those that must have equal values."""
         stored = self.catalog.tensors.get(section, {})
         other_names = self.catalog.aliases.get(section, {})
         sources: dict[Source, None] = {}
@@ -295,7 +295,7 @@ class Matching:
         if problems:
             shown = "\n  ".join(problems[:50])
             more = f"\n  ... and {len(problems) - 50} more" if len(problems) > 50 else ""
-            advice = "" if self.mismatches else "\nstrict=False loads what there is."
+            advice = "" if self.mismatches else "\nstrict=False loads what matches."
             raise MismatchError(f"{self.catalog.path} does not fit:\n  {shown}{more}{advice}")
 
 

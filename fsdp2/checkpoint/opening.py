@@ -15,11 +15,11 @@ from fsdp2.errors import CheckpointError, MismatchError, ReplacedError
 __all__ = ["not_replaced", "open_catalog"]
 
 
-def open_catalog(storage: Storage, path: str, files_are_there: bool = True) -> Catalog:
+def open_catalog(storage: Storage, path: str, checks_files: bool = True) -> Catalog:
     """The catalog of a folder, which may be replaced at the same time.
 
     Args:
-        files_are_there: if False, only the manifest of a native checkpoint is read, and its files may be missing.
+        checks_files: if False, only the manifest of a native checkpoint is read, and its files may be missing.
 
     Raises:
         CheckpointError: it has no supported format.
@@ -32,7 +32,7 @@ def open_catalog(storage: Storage, path: str, files_are_there: bool = True) -> C
             # A save may be between the two renames of a replacement: then look at the new folder.
             if is_there(storage, path) and MANIFEST not in storage.names(path):
                 return opened(storage, path)
-    return NativeCatalog(storage, *manifest_at(storage, path, files_are_there))
+    return NativeCatalog(storage, *manifest_at(storage, path, checks_files))
 
 
 @contextmanager

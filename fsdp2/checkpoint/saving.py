@@ -176,8 +176,8 @@ def _wait_for(devices: set[torch.device]) -> None:
     wait_for(devices)
     if current.failure is not None and any(device.type != "cpu" for device in devices):
         raise CheckpointError(
-            "steps may have been queued behind the exchange that failed, and have used what it left: these values are "
-            f"lost. Resume from the last checkpoint. The failure: {current.failure}"
+            "steps that were queued after a failed collective may have used its result, so these values may be wrong. "
+            f"Resume from the last checkpoint. The failure: {current.failure}"
         )
 
 
@@ -268,7 +268,7 @@ class Job:
         records = Records(storage, work, nonce, agreement)
         planned: list[PlannedFile] = []
         try:
-            shares = claimed(shares, agreement)  # here, where nothing waits for it
+            shares = claimed(shares, agreement)  # here, because the training loop does not wait for it
             storage.make_folder(work)
             files = files_id(storage, work, nonce, agreement)
             planned = self._files({"id": files, "rank": rank, "world": self.world.size}, pieces, shares, homes)

@@ -21,7 +21,7 @@ from fsdp2.runtime.parameter import ManagedParameter, managed_by, num_replaced
 
 __all__ = ["adopt_optimizer"]
 
-MAKE_IT_LATER = "Make the optimizer after the model has its values."
+MAKE_IT_LATER = "Create the optimizer after the model has its values."
 
 # By optimizer: the numbers of its param groups and of replaced sharded parameters at the last check.
 _checked: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
@@ -142,10 +142,9 @@ def _warn_of_stale_parameters(optimizer: torch.optim.Optimizer) -> None:
     if names:
         some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         warnings.warn(
-            f"{type(optimizer).__name__} holds {len(names)} parameters that fully_shard has replaced, or something "
-            f"after it ({some}): it was made before fully_shard, before load_state_dict(assign=True) or the like, or "
-            "while units were unsharded. Its steps change nothing in the model. Make it afterwards, or call "
-            "fsdp2.adopt_optimizer(optimizer).",
+            f"{type(optimizer).__name__} holds {len(names)} parameters ({some}) that the model no longer has: it was "
+            "created before fully_shard or load_state_dict(assign=True), or while units were unsharded. Its steps do "
+            "not change the model. Create it afterwards, or call fsdp2.adopt_optimizer(optimizer).",
             stacklevel=4,
         )
     _check_state_has_memory(optimizer)
@@ -153,9 +152,9 @@ def _warn_of_stale_parameters(optimizer: torch.optim.Optimizer) -> None:
     if 0 < len(on_meta) < len(held):
         some = ", ".join(map(str, on_meta[:5])) + (", ..." if len(on_meta) > 5 else "")
         warnings.warn(
-            f"{type(optimizer).__name__} holds {len(on_meta)} parameters on the meta device (of shapes {some}), in "
-            "whose places the model has others by now: Module.to_empty replaces parameters that are not sharded. Its "
-            "steps do not change them. Make it after to_empty, or use fsdp2.init.materialize, which keeps them.",
+            f"{type(optimizer).__name__} holds {len(on_meta)} parameters on the meta device (of shapes {some}) "
+            "that the model no longer has: Module.to_empty replaces parameters that are not sharded. Its steps do not "
+            "change the model. Create it after to_empty, or use fsdp2.init.materialize, which keeps them.",
             stacklevel=4,
         )
 

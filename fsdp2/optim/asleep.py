@@ -68,7 +68,7 @@ def sleep(
     two steps.
 
     Parameters, gradients, optimizers and their state stay the same objects. State dicts, checkpoints and
-    `fsdp2.weights` work while the model sleeps; a forward or an optimizer step raises.
+    `fsdp2.weights` work while the model is asleep; a forward or an optimizer step raises.
 
     Args:
         model: a model with units; offloaded shards stay where they are.
@@ -78,7 +78,7 @@ def sleep(
 
     Raises:
         ArgumentError: `keep` has another word; nothing in `model` is sharded.
-        OrderError: the model sleeps already; called in forward or backward; or there are unreduced gradients.
+        OrderError: the model is asleep already; called in forward or backward; or there are unreduced gradients.
     """
     wrong = [each for each in keep if each not in KINDS]
     if wrong:
@@ -130,14 +130,14 @@ def wake(model: nn.Module, *, overlap: bool = False) -> None:
         OrderError: the model is not asleep.
     """
     if model not in _sleeping:
-        raise OrderError("wake: this model does not sleep; call fsdp2.sleep(model) first")
+        raise OrderError("wake: this model is not asleep; call fsdp2.sleep(model) first")
     for each in _sleeping.pop(model):
         each(overlap)
 
 
 def _check(model: nn.Module, units: Sequence[Unit]) -> None:
     if model in _sleeping:
-        raise OrderError("sleep: this model sleeps already; call fsdp2.wake(model) first")
+        raise OrderError("sleep: this model is asleep already; call fsdp2.wake(model) first")
     for unit in units:
         in_forward = unit.step is not None and unit.step.order is not None
         if in_forward or backward_is_running() or unit.state.stage is not Stage.IDLE:
@@ -250,11 +250,11 @@ class _Arriving:
 
 def _refuse_gather(group: Bucket, is_gather: bool) -> None:
     if is_gather:
-        raise OrderError(f"unit '{group.channel.fqn or '(root)'}' sleeps: call fsdp2.wake(model) before a forward")
+        raise OrderError(f"unit '{group.channel.fqn or '(root)'}' is asleep: call fsdp2.wake(model) before a forward")
 
 
 def _refuse_step(*_: object) -> None:
-    raise OrderError("the optimizer's state sleeps: call fsdp2.wake(model) before a step")
+    raise OrderError("the optimizer's state is asleep: call fsdp2.wake(model) before a step")
 
 
 def _put_tensor(tensor: torch.Tensor, place: _Place) -> _Back:

@@ -105,10 +105,9 @@ def check_not_stepped_in_backward(call: str, params: Iterable[torch.Tensor]) -> 
         if not stepper.is_stepping and any(id(param) in ids for param in stepper.params()):
             raise OrderError(
                 f"{call}: backward has stepped these parameters and freed their gradients (step_in_backward), before "
-                "the norm of all gradients was known. Clip each unit as it is stepped, step_in_backward(optimizer, "
-                "clip=lambda params: fsdp2.clip_grad_norm_(params, max_norm)), or by value. For the norm of all "
-                "gradients call optimizer.step() after backward instead, without step_in_backward: of "
-                "fsdp2.offload_optimizer, which steps a unit just before its next use, if device memory is short."
+                "the norm of all gradients was known. Clip each unit as it is stepped: step_in_backward(optimizer, "
+                "clip=lambda params: fsdp2.clip_grad_norm_(params, max_norm)). For the norm of all gradients step "
+                "after backward, without step_in_backward; fsdp2.offload_optimizer saves device memory too."
             )
 
 
@@ -217,7 +216,7 @@ class StepInBackward:
             if changed:
                 raise ArgumentError(
                     f"step_in_backward: the step of {type(optimizer).__name__} changes the options {changed} of its "
-                    "param groups, once for each unit now. Step it after backward."
+                    "param groups, which now happens once per unit instead of once per step. Step it after backward."
                 )
 
 
@@ -229,6 +228,6 @@ def _refuse_scaler(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -
     if take_from_scaler(optimizer):
         raise OrderError(
             f"GradScaler cannot step this {type(optimizer).__name__}: step_in_backward has stepped it already, with "
-            "gradients that were still scaled, and without asking whether they are finite. The parameters are wrong. "
-            "Start again, in bf16 without a scaler, or without step_in_backward."
+            "gradients that were still scaled and perhaps not finite, so the parameters are wrong. Start again in bf16 "
+            "without a scaler, or without step_in_backward."
         )

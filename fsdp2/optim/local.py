@@ -63,13 +63,13 @@ def check_elementwise(call: str, kind: type, elementwise: bool, options: Mapping
     if kind not in ELEMENTWISE and not elementwise:
         known = ", ".join(sorted(cls.__name__ for cls in ELEMENTWISE))
         raise ArgumentError(
-            f"{call}: {kind.__module__}.{kind.__qualname__} is not known to treat each element by itself, which "
-            f"{known} of torch.optim do. If it steps whole matrices, use fsdp2.matrix_optimizer; otherwise make it "
-            "directly, on the DTensors, or pass elementwise=True if you are sure."
+            f"{call}: {kind.__module__}.{kind.__qualname__} is not known to be elementwise, as {known} of "
+            "torch.optim are. If it steps whole matrices, use fsdp2.matrix_optimizer; otherwise create it directly, on "
+            "DTensors, or pass elementwise=True if you are sure."
         )
     if options.get("differentiable"):
         raise ArgumentError(
-            f"{call}: differentiable=True, but local tensors are outside of autograd; make {kind.__name__} directly"
+            f"{call}: differentiable=True, but local tensors have no graph; create {kind.__name__} directly"
         )
 
 

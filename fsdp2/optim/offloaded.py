@@ -156,8 +156,8 @@ class OffloadedOptimizer(LocalOptimizer):
             # `torch.amp.GradScaler._unscale_grads_` copies the scale to the gradients' device with non_blocking=True.
             raise UnsupportedError(
                 f"GradScaler cannot step this {type(self).__name__}: gradients are in host memory, and torch's scaler "
-                "reads a copy of its scale there before the copy is done, so gradients are wrong by now. Use bf16, "
-                "which needs no scaler, or Offload(), which leaves gradients on the device."
+                "reads its scale there before the copy of it is complete, so they are already wrong. Use bf16, which "
+                "needs no scaler, or Offload(), which leaves gradients on the device."
             )
         loss = None
         if closure is not None:
@@ -318,9 +318,9 @@ def _check_follows_policy(optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer).__name__
         name = kind.removeprefix("Local")
         if any(each.__name__ == name for each in ELEMENTWISE):
-            way = f"Make it with fsdp2.offload_optimizer(torch.optim.{name}, ...)."
+            way = f"Create it with fsdp2.offload_optimizer(torch.optim.{name}, ...)."
         else:
-            way = "Use one of torch.optim that treats each element by itself, or CPUOffloadPolicy in place of Offload."
+            way = "Use an elementwise optimizer of torch.optim, or CPUOffloadPolicy instead of Offload."
         raise ArgumentError(
             f"this {kind} would keep its state on {plans[0].roles.device}, and its parameters are in units with "
             f"{plans[0].offload}. {way}"

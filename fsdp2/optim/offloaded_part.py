@@ -291,7 +291,7 @@ class OffloadedPart:
             if changed:
                 raise ArgumentError(
                     f"offload_optimizer: the step of {type(self._inner).__name__} changes the options {changed} of its "
-                    "param groups, once for each unit now. Use it without offload."
+                    "param groups, which would happen once per unit instead of once per step. Use it without offload."
                 )
 
 

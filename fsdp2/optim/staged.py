@@ -136,9 +136,9 @@ class StagedState(OffloadedState):
         for value in values:
             local = local_tensor(value)
             _, here = places[storage_key(local)[0]]
-            rest = torch.empty(0, dtype=local.dtype, device=here.device)
-            rest.set_(here.untyped_storage(), local.storage_offset(), local.shape, local.stride())
-            self.shown.append(make_dtensor(rest, spec_of(value)))
+            stored = torch.empty(0, dtype=local.dtype, device=here.device)
+            stored.set_(here.untyped_storage(), local.storage_offset(), local.shape, local.stride())
+            self.shown.append(make_dtensor(stored, spec_of(value)))
         self._places = [*places.values()]
 
 

@@ -44,8 +44,8 @@ class ReplicaManager:
         address: ``host:port`` of the store.
         patience: seconds without a heartbeat after which a rank counts as dead. Its replica may come back.
         timeout: the most seconds that a reduction over replicas, or a transfer of state, may take.
-        min_replicas: with fewer replicas, none makes a step.
-        init_sync: before the first step all replicas take the parameters of one of them, so they may start different.
+        min_replicas: with fewer replicas, none takes a step.
+        init_sync: all replicas take the parameters of one before the first step, so their initial values may differ.
 
     Attributes:
         kind: what this replica trains, set by `Replicas`. Replicas of different kinds do not train together.
@@ -68,7 +68,7 @@ class ReplicaManager:
         if not host or not port.isdigit():
             raise ArgumentError(f"ReplicaManager: expected host:port of a store, got {address!r}")
         if not dist.is_initialized():
-            raise ArgumentError("ReplicaManager: call torch.distributed.init_process_group for this replica before")
+            raise ArgumentError("ReplicaManager: call torch.distributed.init_process_group for this replica first")
         self._timeout_s, self._init_sync = timeout, init_sync
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8).long()
@@ -147,7 +147,7 @@ class ReplicaManager:
                 raise
             staged = None if self._fetched is None else unpack(*self._fetched.result())
             if self._rank == 0 and self._rounds.current() != self._round:
-                raise CollectiveError("replicas: the others went on without this one")
+                raise CollectiveError("replicas: the others continued without this one")
         except Exception as error:
             self.report_error(error)
         is_well = self._agreed("commit", torch.tensor([float(self._error is None)]), dist.ReduceOp.MIN)[0] == 1

@@ -7,7 +7,7 @@ All replicas share a store, in which one value is the last round, replaced by co
     beat/B/0   "41"                                 rank 0 of B is alive: the number grows
 
 A replica that sees that all members of the last round are here, or that the missing ones are dead, proposes the next
-round. The first proposal counts for all. A replica that is late or new is in the round after.
+round. The first proposal counts for all. A replica that is late or new joins the round after that.
 """
 
 import json
@@ -164,7 +164,7 @@ class Rounds:
             if self.current() != last or time.monotonic() - start > 2 * self._patience_s:
                 return (
                     f"replicas: the others at this store have {last.members[0].kind}, this one has {me.kind}. All need "
-                    "the same model on equally many ranks; start another store for another model"
+                    "the same model and number of ranks; use another store for another model"
                 )
             self.stopped.wait(0.02)
         return ""

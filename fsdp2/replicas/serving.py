@@ -177,5 +177,5 @@ def _receive(connection: socket.socket, into: memoryview) -> None:
     while into:
         count = connection.recv_into(into)
         if not count:
-            raise CollectiveError("replicas: the one that sends its state has ended, or is in another step")
+            raise CollectiveError("replicas: the replica that sends its state has ended, or is in another step")
         into = into[count:]

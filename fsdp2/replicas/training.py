@@ -81,13 +81,13 @@ class Replicas:
         if isinstance(self._optimizer, (MatrixOptimizer, OffloadedOptimizer)):
             raise UnsupportedError(f"Replicas: a {type(self._optimizer).__name__} cannot give its state to a replica")
         if any(unit.settings.when_reduced for unit in self._units):
-            raise UnsupportedError("Replicas: step_in_backward steps before it is known whether a step is committed")
+            raise UnsupportedError("Replicas: step_in_backward steps before the replicas have committed the step")
         for unit in self._units:
             if unit.settings.all_reduce_hook is not None:
-                raise ArgumentError("Replicas: a unit has a hook by set_all_reduce_hook, which is needed here")
+                raise ArgumentError("Replicas: a unit has an all-reduce hook already; remove it first")
         for name, param in self._model.named_parameters():
             if param.requires_grad and not isinstance(param, DTensor):
-                raise UnsupportedError(f"Replicas: '{name}' is trained and not sharded; shard it, or freeze it")
+                raise UnsupportedError(f"Replicas: '{name}' is trainable and not sharded; shard it, or freeze it")
 
     @property
     def step(self) -> int:
@@ -107,7 +107,7 @@ class Replicas:
                 sum of gradients is divided by the sum of all weights. With `join`, its `total`.
         """
         if self._is_open:
-            self._manager.report_error(OrderError("Replicas: begin() before commit() of the last step"))
+            self._manager.report_error(OrderError("Replicas: begin() was called before commit() of the last step"))
             self._manager.should_commit()
         self._weight, self._share, self._is_open = weight, None, True
         self._extra_at_begin = {name: each.state_dict() for name, each in self._extra.items()}

@@ -1,7 +1,7 @@
 """What this process waits for. Layer: watch.
 
-The training thread writes it around each wait and the watchdog reads it. It is only two attributes, because there are
-many waits. Waits of streams, which do not block the thread, are in `Current.queued`.
+The training thread writes it around each wait, and the watchdog reads it. Waits are frequent, so a wait sets only two
+attributes. Waits of streams, which do not block the thread, are in `Current.queued`.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""Compares the trails of all ranks: which did something else, which are missing. Pure. Layer: watch.
+"""Compares the trails of all ranks: which ranks differ, and which are missing. Pure. Layer: watch.
 
 A trail only grows (except that an entry is taken back if its exchange could not start for lack of memory). So two ranks
 with different entries at the same place of a group have done different things, no matter when they were asked. Other
@@ -101,7 +101,7 @@ class Finding:
     Attributes:
         kind: "fine"; "late": a rank that others wait for is alive and elsewhere; "unclear": ranks wait for each other,
             which is a deadlock if it persists; "differ", "gone", "deadlock": faults.
-        agreed: for each group, the place up to which all its ranks have done the same.
+        agreed: for each group, the number of entries that are known to be the same on all its ranks.
         moved: what each waiting rank waits for, and its place in each group; equal in two findings if nothing moved.
     """
 
@@ -146,7 +146,7 @@ def examine(answers: Mapping[int, Answer], gone: Mapping[int, str], before: Find
     elif idle := [rank for rank in missing if rank not in waiting]:
         kind, lines = (
             "late",
-            [f"{_rank(rank)} is alive, but has not come; {_where(answers.get(rank))}" for rank in idle],
+            [f"{_rank(rank)} is alive but has not arrived; {_where(answers.get(rank))}" for rank in idle],
         )
     elif not missing or not all(blockers.get(rank) for rank in missing):
         return Finding("fine", "", agreed, moved)

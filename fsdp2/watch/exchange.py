@@ -65,12 +65,12 @@ class Exchange:
 
     def give_up(self, error: BaseException) -> None:
         """It could not start because of `error`; see `explain`."""
-        if isinstance(error, torch.OutOfMemoryError):  # memory is allocated before messages, so nothing has begun
+        if isinstance(error, torch.OutOfMemoryError):  # memory is allocated before messages are sent
             self.trail.take_back()
         self.explain(error)
 
     def explain(self, error: BaseException) -> None:
-        """Replace an error of the backend by one that says what the other ranks did, as far as they answer.
+        """Replace an error of the backend by one that says what the other ranks did, if they answer.
 
         Raises:
             CollectiveError: a peer died, the group timed out, or the ranks did different things.

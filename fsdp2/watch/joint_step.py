@@ -78,7 +78,7 @@ class JointStep:
 
     # --- in the watchdog's thread -------------------------------------------------------------------------------------
 
-    def look(self, board: Board) -> str | None:
+    def check_others(self, board: Board) -> str | None:
         """Check whether a rank has failed; if so, publish how far this one is. Returns why recovery was given up."""
         if self.failure is None:
             found = board.get(f"{self._key}/failed")
@@ -192,8 +192,8 @@ class JointStep:
                     raise self._give_up(given_up)
                 if is_limited and time.monotonic() - start > _LIMIT_S:
                     why = (
-                        f"after a failed step ({self.failure}) ranks have not come to one place within {_LIMIT_S:g} s: "
-                        "one is in communication that is not fsdp2's"
+                        f"after a failed step ({self.failure}), the ranks did not stop at the same place within "
+                        f"{_LIMIT_S:g} s: one is in communication outside of fsdp2"
                     )
                     raise self._give_up(why)
                 time.sleep(pause)

@@ -22,7 +22,7 @@ from fsdp2.watch.settings import settings
 from fsdp2.watch.trail import Entry, Trail, forget_old_entries, trail_of, trails
 from fsdp2.watch.watchdog import Watchdog, watchdog
 
-_HELD_S = 60.0  # then the rank continues: it does not wait for an exchange, and the others are alive and elsewhere
+_HELD_S = 60.0  # after this a rank continues without the comparison: the others are alive but elsewhere
 
 
 class _Held:
@@ -110,8 +110,8 @@ def compare_before_step(optimizer: torch.optim.Optimizer) -> None:
     groups = _groups_of(optimizer)
     if groups and current.step is not None:
         raise OrderError(
-            f"{type(optimizer).__name__}.step() within agree_on_step: no rank may step before all are through. Leave "
-            "the block first"
+            f"{type(optimizer).__name__}.step() within agree_on_step: no rank may step before all have left the block. "
+            "Step after it"
         )
     for group in groups:
         trail_of(group).note(Entry("optimizer step", None))

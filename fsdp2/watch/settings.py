@@ -32,9 +32,9 @@ def safety(is_on: bool = True, *, stall_after_s: float = 3.0, answer_within_s: f
         is_on: False switches everything off except the trail of exchanges and the tags on gloo's messages, which cost
             almost nothing.
         stall_after_s: how many seconds a wait for other ranks may take before they are asked what they are doing.
-        answer_within_s: how many seconds a process on another machine than the comparing rank's has for its answer;
-            after that it counts as dead. For processes on the same machine the kernel reports their state, and this
-            setting only matters if it is shorter than 3 seconds.
+        answer_within_s: how many seconds a process has to answer a rank on another machine; after that it counts as
+            dead. For processes on the same machine the kernel reports their state, and this setting only matters if it
+            is shorter than 3 seconds.
 
     Raises:
         ArgumentError: a time is not above zero.

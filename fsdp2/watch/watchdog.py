@@ -54,7 +54,7 @@ class Watchdog:
 
     Attributes:
         board: for the training thread.
-        agreed: for each group, the last entry up to which all ranks were found to have done the same.
+        agreed: for each group, the number of entries that are known to be the same on all its ranks.
         num_rounds: the number of its last question that got a verdict.
     """
 
@@ -73,7 +73,7 @@ class Watchdog:
         self._next_ask = 0.0
         self._before: Finding | None = None
         self._reported = 0.0  # the wait that was last reported as late
-        current.failure = None  # if there was one, it was of other groups
+        current.failure = None  # an earlier one was of other groups
         forget_other_groups(all_groups())
         board.put(f"hello/{board.rank}", identity())
         self._thread = threading.Thread(target=self._run, name="fsdp2-watchdog", daemon=True)
@@ -112,15 +112,15 @@ class Watchdog:
         return self.failure
 
     def close(self, why: str = "") -> None:
-        """The process is ending: tell the other ranks, and end the thread before Python does, which would crash in a
-        call of the store."""
+        """The process is ending: report it to the other ranks, and end the thread. (Python would crash if it ended the
+        thread within a call of the store.)"""
         if self._pid != os.getpid():  # a forked child has the same connections
             return
         has_ended, self._stop = self._stop, True
         self._board.is_closing = True
         self._wake.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(10.0)  # it may be about to tell the others itself
+            self._thread.join(10.0)  # it may be about to report this itself
             if self._thread.is_alive():  # it is in a call of the store, with the only client
                 return
         if not has_ended:
@@ -139,7 +139,7 @@ class Watchdog:
                     continue
                 self._compare_later()
                 step = current.step  # the training thread may end it at any time
-                if step is not None and (why := step.look(self._board)) is not None:
+                if step is not None and (why := step.check_others(self._board)) is not None:
                     self.fail(why)
                 if self._must_ask():
                     self._board.put(f"ask/{number}", str(self._board.rank))

@@ -214,7 +214,7 @@ def test_values_that_differ_between_ranks(rank: int, world_size: int, tmp_path: 
         checkpoint.save(tmp_path / "a", model={"n": rank})
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1 * (1 + rank))
-    with pytest.raises(CheckpointError, match=r"optimizer options of 'weight'.*belongs to extra="):
+    with pytest.raises(CheckpointError, match=r"optimizer options of 'weight'.*between ranks in extra="):
         checkpoint.save(tmp_path / "b", model=layer, optimizer=optimizer)
 
 

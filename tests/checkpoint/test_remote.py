@@ -144,7 +144,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     save(run, model=model, step=1)
     with pytest.raises(CheckpointError, match="is a checkpoint already"):
         save(run, model=model, step=1)
-    with pytest.raises(CheckpointError, match="cannot be replaced in one step"):
+    with pytest.raises(CheckpointError, match="cannot replace it atomically"):
         save(run, model=model, step=1, overwrite=True)
     with pytest.raises(CheckpointError, match="step-00000002: there is no checkpoint"):
         load(f"{run}/step-00000002", model=model)

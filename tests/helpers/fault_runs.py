@@ -86,12 +86,13 @@ def check(fault: Fault, outcomes: list[Outcome], right: list[Outcome]) -> None:
             assert outcome.ok and outcome.value["error"] is None, outcome
             assert outcome.value["values"] == other.value["values"]
         waited = [text for outcome in outcomes for text in outcome.value["told"]]
-        assert fault.what == "off" or any(f"rank {fault.victim} is alive, but has not come" in text for text in waited)
+        late = f"rank {fault.victim} is alive but has not arrived"
+        assert fault.what == "off" or any(late in text for text in waited)
         return
     if fault.what == "leave" and fault.where != "save":
         # It ends once the first rank has been warned; others may not have waited for long by then.
         warned = [
-            told for outcome in outcomes for told in outcome.value["told"] if "is alive, but has not come" in told
+            told for outcome in outcomes for told in outcome.value["told"] if "is alive but has not arrived" in told
         ]
         assert any("faults.py" in told for told in warned), (fault.name, warned)
     explained = []

@@ -117,18 +117,18 @@ def test_asleep_in_files(rank: int, world_size: int, tmp_path: Path) -> None:
             assert not local.numel() or mapped.file_of(local) is not None
             assert all(map(torch.equal, whole(model), whole(other)))
             checkpoint.save(tmp_path / f"step{number}", model=model, optimizer=optimizer)
-            with pytest.raises(OrderError, match=r"sleeps: call fsdp2\.wake"):
+            with pytest.raises(OrderError, match=r"is asleep: call fsdp2\.wake"):
                 model(batch(0, rank, 6))
             model.reset_iter_state()
-            with pytest.raises(OrderError, match="sleeps"):
+            with pytest.raises(OrderError, match="is asleep"):
                 optimizer.step()
-            with pytest.raises(OrderError, match="sleeps already"):
+            with pytest.raises(OrderError, match="is asleep already"):
                 fsdp2.sleep(model)
     assert [id(param) for param in model.parameters()] == list(map(id, params))
     step(other, its_optimizer, 3, rank)
     step(model, optimizer, 3, rank)
     assert equal(whole(model), whole(other))
-    with pytest.raises(OrderError, match="does not sleep"):
+    with pytest.raises(OrderError, match="is not asleep"):
         fsdp2.wake(model)
     model.set_requires_gradient_sync(False)
     model(batch(0, rank, 6)).sum().backward()

@@ -62,7 +62,7 @@ def read_all(
         num_threads: 0 reads in the calling thread, for callers that have their own threads.
 
     Raises:
-            CorruptError: the checksum of a block is wrong; the message names file, tensor and bytes.
+        CorruptError: the checksum of a block is wrong; the message names file, tensor and bytes.
     """
     lots = _lots(requests, verify)
     if num_threads:
@@ -148,7 +148,7 @@ class OpenFiles:
         reader = self._storage.open_file(path)
         if self._known.setdefault(path, reader.identity) != reader.identity:
             reader.close()
-            raise CheckpointError(f"{path}: is another file than the one that was opened before")
+            raise CheckpointError(f"{path}: is no longer the file that was opened before")
         return _OpenFile(reader)
 
     def close(self) -> None:

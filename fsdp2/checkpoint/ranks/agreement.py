@@ -134,7 +134,7 @@ class Agreement:
         try:
             self._store.wait([self._key("met")], self._timeout)
         except RuntimeError as error:
-            late = CheckpointError(f"{self._purpose}: {self._absent('here', 'come')}. {advice}")
+            late = CheckpointError(f"{self._purpose}: {self._absent('here', 'arrived')}. {advice}")
             self.abandon(late, waited=True)
             raise late from error
         self.forget(f"here/{self._world.rank}")
@@ -296,9 +296,9 @@ class Agreement:
             missing = [rank for rank in every if not self._store.check([self._key(f"{where}/{rank}")])]
         if not missing:
             return (
-                f"all ranks have {what}, and the last one has not said {seconds} that it has finished the work: it may "
-                "have died, or its disk hangs. What was saved before is there, under its name or as '.old-...'; the "
-                "new checkpoint counts if its folder has a manifest"
+                f"all ranks have {what}, but the last one has not finished the work {seconds}: it may have died, or "
+                "its disk hangs. The previous checkpoint still exists, under its name or as '.old-...'; the new one is "
+                "complete if its folder has a manifest"
             )
         arrived = some([rank for rank in every if rank not in set(missing)])
         return f"ranks {some(missing)} have not {what} {seconds}; {what}: {arrived or 'none'}"

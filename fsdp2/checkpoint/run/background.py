@@ -47,7 +47,7 @@ class SaveHandle:
             TimeoutError: it is still running after `timeout_s`.
         """
         if not self._finished.wait(timeout_s):
-            raise TimeoutError(f"{self.folder}: the save is still under way after {timeout_s} s")
+            raise TimeoutError(f"{self.folder}: the save is still running after {timeout_s} s")
         if self._error is not None:
             self.unreported = None
             raise CheckpointError(f"{self.folder}: the save failed: {self._error}") from self._error

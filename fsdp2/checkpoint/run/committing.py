@@ -259,7 +259,7 @@ def _check_equal(ranks: Sequence[int], sums: Sequence[Mapping[str, int]]) -> Non
         shown = ", ".join([*different.values()][:5]) + (f", ... ({len(different)})" if len(different) > 5 else "")
         warnings.warn(
             f"save: {shown}: plain tensors whose values differ between ranks. One rank's are stored, and every rank "
-            "will load these. Make them DTensors or equal, or save what each rank has in extra=.",
+            "will load these. Make them DTensors, make them equal, or save each rank's own in extra=.",
             stacklevel=2,
         )
 
@@ -274,7 +274,7 @@ def _check_values(tables: Sequence[Mapping[str, Any]]) -> None:
                 if first != value:
                     raise CheckpointError(
                         f"{section} {name}: ranks {list(ranks[:4])} and {table['ranks'][:4]} have different values: "
-                        f"{str(first)[:60]} and {str(value)[:60]}. What each rank has for itself belongs to extra=."
+                        f"{str(first)[:60]} and {str(value)[:60]}. Save values that differ between ranks in extra=."
                     )
 
 

@@ -4,7 +4,7 @@ In the folder of a run::
 
     step-00001000/            a checkpoint, if it has a manifest
     .tmp-step-00002000-<id>/  a save in progress, a dead save, or a folder being deleted; never read
-    .old-step-00001000-<id>/  a replaced checkpoint, to be deleted; `find` still finds it if the replacement was cut off
+    .old-step-00001000-<id>/  a replaced checkpoint, to be deleted; `find` still finds it if the save was interrupted
 
 Any number of processes may change this at the same time, and each may die at any moment. These rules keep checkpoints
 safe:
@@ -111,7 +111,7 @@ def is_whole(storage: Storage, path: str) -> bool:
 
 def find(storage: Storage, path: str) -> str:
     """Where the checkpoint `path` is: at `path`, or next to it while it is being replaced, or if the replacement was
-    cut off.
+    interrupted.
 
     Raises:
         CheckpointError: it is in neither place; the message says what is at `path` instead.
@@ -146,11 +146,11 @@ def id_at(storage: Storage, path: str) -> str | None:
     return None
 
 
-def manifest_at(storage: Storage, path: str, files_are_there: bool = True) -> tuple[str, Manifest]:
+def manifest_at(storage: Storage, path: str, checks_sizes: bool = True) -> tuple[str, Manifest]:
     """Where the checkpoint `path` is, see `find`, and its manifest.
 
     Args:
-        files_are_there: check the sizes of its files.
+        checks_sizes: check the sizes of its files.
 
     Raises:
         CheckpointError: it does not exist.
@@ -161,13 +161,13 @@ def manifest_at(storage: Storage, path: str, files_are_there: bool = True) -> tu
         try:
             manifest = read_manifest(storage, found)
             seen = manifest.id
-            if files_are_there:
+            if checks_sizes:
                 check_sizes(storage, found, manifest)
             return found, manifest
         except (CheckpointError, OSError):
             if _place(storage, path) == found and id_of(storage, found) == seen:
                 raise  # it was not set aside or replaced meanwhile
-    raise ReplacedError(f"{path}: is replaced by one save after another, faster than it can be opened")
+    raise ReplacedError(f"{path}: is replaced by save after save, faster than it can be opened")
 
 
 def _owner(name: str) -> str | None:
@@ -177,7 +177,7 @@ def _owner(name: str) -> str | None:
 
 
 def replaced(storage: Storage, path: str) -> list[str]:
-    """Replaced checkpoints of `path` that still exist; more than one if saves were cut off repeatedly."""
+    """Replaced checkpoints of `path` that still exist; more than one if saves were interrupted repeatedly."""
     folder, name = storage.split(path)
     names = storage.names(folder) if storage.renames else ()
     found = (storage.join(folder, other) for other in names if old_of(other) == name)
@@ -195,8 +195,8 @@ def put_aside(storage: Storage, path: str, kind: str = "tmp") -> str | None:
     """Rename what is at `path` to a private name.
 
     Args:
-        kind: "tmp" for deletion: if that is cut off, a later save sweeps it; a symbolic link is renamed itself. "old"
-            for a checkpoint that `find` can still find.
+        kind: "tmp" for deletion (a later save sweeps it if this one is interrupted; a symbolic link is renamed
+            itself), "old" for a checkpoint that `find` can still find.
 
     Returns:
         The new path; None if nothing was there.
@@ -232,12 +232,12 @@ def free_name(storage: Storage, path: str, overwrite: bool) -> None:
         raise CheckpointError(f"{path}: is a {kind}; save to an empty or a new folder")
     found = _place(storage, path)
     if found is not None and not overwrite:
-        where = "" if found == path else f" (it lies in {found}, since a save that was to replace it was cut off)"
+        where = "" if found == path else f" (it is in {found}, because a save that was replacing it was interrupted)"
         raise CheckpointError(
             f"{path}: is a checkpoint already{where}. Save to another folder, or pass overwrite=True."
         )
     if found is not None and not storage.renames:
-        raise CheckpointError(f"{path}: is a checkpoint already, and here it cannot be replaced in one step")
+        raise CheckpointError(f"{path}: is a checkpoint already, and this storage cannot replace it atomically")
     if storage.renames:
         _check_contents(storage, path)
 
@@ -246,7 +246,7 @@ def _check_contents(storage: Storage, path: str) -> None:
     """Check that a folder to be replaced has no files of the user, because all of it will be deleted."""
     names = storage.names(path)
     if names and MANIFEST not in names:
-        raise CheckpointError(f"{path}: has files in it and is no checkpoint; save to an empty or a new folder")
+        raise CheckpointError(f"{path}: has files in it and is not a checkpoint; save to an empty or a new folder")
     others = [name for name in names if not (name == MANIFEST or OURS.fullmatch(name) or SHARED.fullmatch(name))]
     if others:
         some = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
@@ -264,8 +264,8 @@ def _check_work(storage: Storage, work: str, path: str) -> None:
     """
     if storage.renames and storage.kind(work) is None:
         raise CheckpointError(
-            f"{path}: another save to this name has completed in the meantime, and this one is given up. Two jobs must "
-            "not save to one name: stop one, or save to another folder."
+            f"{path}: another save to this name has completed in the meantime, so this one was abandoned. Two jobs "
+            "must not save to one name: stop one, or save to another folder."
         )
 
 

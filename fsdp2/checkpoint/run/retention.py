@@ -75,7 +75,7 @@ def latest(root: Folder, valid: Valid | None = None) -> str | None:
                         return save[0]
                     rejected.add(save)  # `valid` is called only once per save: it may take an hour
             except OSError as error:
-                message = f"{save[0]}: cannot be read ({error}); latest goes back to the checkpoint before it"
+                message = f"{save[0]}: cannot be read ({error}); the checkpoint before it is tried"
                 warnings.warn(message, stacklevel=2)
                 unread.append(error)
         # A checkpoint that was being replaced may have been missed, so two passes must see the same.

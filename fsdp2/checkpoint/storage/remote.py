@@ -152,7 +152,7 @@ class RemoteStorage:
         if new and _again(lambda: self._created(path, content)):
             return
         if new and self.kind(path) is not None:
-            raise FileExistsError(EEXIST, f"{path}: is there already")
+            raise FileExistsError(EEXIST, f"{path}: already exists")
         self._call(path, lambda: self._fs.pipe_file(self._bare(path), content))
 
     write_note = write_all
@@ -185,7 +185,7 @@ class RemoteStorage:
 
     def rename_folder(self, folder: str, to: str, durably: bool = True) -> None:
         """See `LocalStorage`; not supported here."""
-        raise UnsupportedError(f"{folder}: folders cannot be renamed in one step here")
+        raise UnsupportedError(f"{folder}: folders cannot be renamed atomically here")
 
     def remove(self, path: str) -> None:
         """See `LocalStorage`."""

@@ -80,7 +80,7 @@ def describe(folder: Folder) -> Description:
 
         sizes = {tensor.name: tensor.nbytes for tensor in fsdp2.checkpoint.describe("runs/a/step-00001000").tensors}
     """
-    with closing(open_catalog(*storage_of(folder), files_are_there=False)) as catalog:
+    with closing(open_catalog(*storage_of(folder), checks_files=False)) as catalog:
         tensors = []
         for section, infos in catalog.tensors.items():
             names: dict[str, list[str]] = {}

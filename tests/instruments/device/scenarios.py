@@ -230,8 +230,8 @@ def pipelined(device: str, rank: int, world_size: int, seed: int) -> list[torch.
 def other_optimizers(rank: int, world_size: int, seed: int) -> None:
     """They would keep on the device what should be in host memory: an error says which one does not."""
     for kind, way in (
-        (torch.optim.AdamW, r"Make it with fsdp2\.offload_optimizer\(torch\.optim\.AdamW"),
-        (torch.optim.Adafactor, "each element by itself, or CPUOffloadPolicy"),
+        (torch.optim.AdamW, r"Create it with fsdp2\.offload_optimizer\(torch\.optim\.AdamW"),
+        (torch.optim.Adafactor, "an elementwise optimizer of torch.optim, or CPUOffloadPolicy"),
     ):
         model = sharded(Feature({"offload_policy": fsdp2.Offload()}), DEVICE, world_size)
         with pytest.raises(ArgumentError, match=rf"{kind.__name__} would keep its state on .*{way}"):

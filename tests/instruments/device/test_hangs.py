@@ -174,5 +174,5 @@ def test_what_ran_ahead_is_not_saved(tmp_path: Path) -> None:
         assert outcome.ok, outcome
         _, errors, refused = outcome.value
         assert len(errors) >= 2 and all("ranks did different things" in error for error in errors), errors
-        assert "values are lost" in refused and "blocks.1" in refused
+        assert "values may be wrong" in refused and "blocks.1" in refused
     assert not list(tmp_path.glob("run/*/*.safetensors"))
