@@ -288,7 +288,7 @@ class Job:
                 raise
 
     def _write(self, work: str, planned: list[PlannedFile]) -> list[Written]:
-        write = partial(write_file, self.storage, work, moves=self.agreement.moves)
+        write = partial(write_file, self.storage, work, report=self.agreement.report_progress)
         # On a disk several threads write one file; behind a URL each thread writes a file.
         return [*map(write, planned)] if self.storage.renames else run_all(write, planned, THREADS, "fsdp2-upload")
 

@@ -24,26 +24,26 @@ THREADS = 4
 BATCH = 8 * BLOCK  # bytes that a thread checksums and writes at a time
 
 
-def write_file(storage: Storage, folder: str, file: PlannedFile, moves: Callable[[], None] = lambda: None) -> Written:
+def write_file(storage: Storage, folder: str, file: PlannedFile, report: Callable[[], None] = lambda: None) -> Written:
     """Write this rank's part of a file; return when it is durable.
 
     Args:
-        moves: called after each write, from several threads.
+        report: called after each write, from several threads.
 
     Raises:
         OSError: the disk is full or not writable. The file is closed, but not removed.
     """
     if isinstance(storage, LocalStorage):
-        return _write(storage, storage.join(folder, file.name), file, moves)
-    return _upload(storage, folder, file, moves)
+        return _write(storage, storage.join(folder, file.name), file, report)
+    return _upload(storage, folder, file, report)
 
 
-def _write(storage: LocalStorage, path: str, file: PlannedFile, moves: Callable[[], None]) -> Written:
+def _write(storage: LocalStorage, path: str, file: PlannedFile, report: Callable[[], None]) -> Written:
     sums: Sums = {}
     header = None
     writer = storage.write_file(path, file.size, file.shared)
     try:
-        write = partial(_write_batch, writer, moves)
+        write = partial(_write_batch, writer, report)
         for of_lot in run_all(write, _batches(file), THREADS, "fsdp2-write"):
             for name, blocks in of_lot.items():
                 sums.setdefault(name, []).extend(blocks)
@@ -57,7 +57,7 @@ def _write(storage: LocalStorage, path: str, file: PlannedFile, moves: Callable[
     return Written(file.name, file.size, None if header is None else checksum(header), sums)
 
 
-def _upload(storage: RemoteStorage, folder: str, file: PlannedFile, moves: Callable[[], None]) -> Written:
+def _upload(storage: RemoteStorage, folder: str, file: PlannedFile, report: Callable[[], None]) -> Written:
     """Write a file from its first byte to its last. This reads its values a second time."""
     assert file.header is not None and not file.shared
     sums = {piece.name: [checksum(view) for view, _ in piece.blocks(0, piece.nbytes)] for _, _, piece in file.pieces}
@@ -72,7 +72,7 @@ def _upload(storage: RemoteStorage, folder: str, file: PlannedFile, moves: Calla
     path = storage.join(folder, name)
     if not file.by_content or storage.size(path) != file.size:
         storage.upload(path, content)
-    moves()
+    report()
     return Written(name, file.size, checksum(header), sums)
 
 
@@ -96,7 +96,7 @@ def _batches(file: PlannedFile) -> Iterator[list[Part]]:
         yield lot
 
 
-def _write_batch(writer: LocalWriter, moves: Callable[[], None], lot: Sequence[Part]) -> Sums:
+def _write_batch(writer: LocalWriter, report: Callable[[], None], lot: Sequence[Part]) -> Sums:
     """Checksum and write a batch. Adjacent views of plain memory become one write."""
     sums: Sums = {}
     run: list[memoryview] = []
@@ -117,7 +117,7 @@ def _write_batch(writer: LocalWriter, moves: Callable[[], None], lot: Sequence[P
                 writer.write(begin, run)
                 run, begin = [], end
     writer.write(begin, run)
-    moves()
+    report()
     return sums
 
 

@@ -224,7 +224,7 @@ class Agreement:
         key, is_certain = self._key("outcome"), False
         while True:
             try:
-                self._wait_while_moving(key)
+                self._wait_while_progressing(key)
                 break
             except RuntimeError as error:
                 late = CheckpointError(f"{self._purpose}: {self._absent('rank', 'done their part')}")
@@ -240,27 +240,27 @@ class Agreement:
             kind = next((each for each in kinds if each.__name__ == _kind_in(outcome)), CheckpointError)
             raise kind(f"{self._purpose} failed: {outcome}")
 
-    def moves(self) -> None:
+    def report_progress(self) -> None:
         """Report progress to waiting ranks, so that a slow destination is not mistaken for a dead rank."""
         if time.monotonic() - self._reported_at > self._timeout.total_seconds() / 4:
             self._reported_at = time.monotonic()
             with self._explained():
-                self._store.set(self._key("moves"), f"{self._world.rank} {self._reported_at}")
+                self._store.set(self._key("progress"), f"{self._world.rank} {self._reported_at}")
 
-    def _wait_while_moving(self, key: str) -> None:
+    def _wait_while_progressing(self, key: str) -> None:
         """Wait for a key as long as any rank makes progress."""
         while True:
-            seen = self._last_move()
+            seen = self._last_progress()
             try:
                 self._store.wait([key], self._timeout)
                 return
             except RuntimeError:
-                if self._last_move() == seen:
+                if self._last_progress() == seen:
                     raise
 
-    def _last_move(self) -> str | None:
+    def _last_progress(self) -> str | None:
         with self._explained():
-            return self._get(self._key("moves")) if self._store.check([self._key("moves")]) else None
+            return self._get(self._key("progress")) if self._store.check([self._key("progress")]) else None
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"

@@ -79,7 +79,7 @@ def commit(
     gone = sweep(storage, path, files)  # before other ranks continue and may write to this name
     agreement.finish()
     claims = [f"extra/{key}/{share[0]}" for record in records for key, share in record["shares"].items()]
-    agreement.forget("nonce", "count", "files", "mark", "moves", *claims)
+    agreement.forget("nonce", "count", "files", "mark", "progress", *claims)
     delete(storage, gone)
 
 
