@@ -136,10 +136,10 @@ class ActivationOffload:
         """A block is called."""
         if self._is_backward or not any(call.is_alive for call in self._calls):  # or their graphs were dropped
             self._begin_iteration()
-        index, likeness = len(self._calls), _likeness(block, args, kwargs)
-        call = _Call(self, self._calls[-1] if self._calls else None, likeness)
+        index, signature = len(self._calls), _signature(block, args, kwargs)
+        call = _Call(self, self._calls[-1] if self._calls else None, signature)
         call.moves = index < len(self._moves) and self._moves[index]
-        if index < len(self._known) and self._known[index].likeness == likeness:
+        if index < len(self._known) and self._known[index].signature == signature:
             call.nbytes, call.is_watched = self._known[index].nbytes, False
             self.saved_bytes += call.nbytes
         else:
@@ -230,7 +230,7 @@ class _Call:
     """One call of a block.
 
     Attributes:
-        likeness: equal for calls that save as much.
+        signature: equal for calls that save as much.
         nbytes: bytes saved in it.
         moves: whether they move to the host.
         is_watched: whether saved tensors pass through the hooks.
@@ -238,10 +238,10 @@ class _Call:
         saved: the saved tensors that are still needed, by memory. The graph owns them.
     """
 
-    def __init__(self, offload: ActivationOffload, before: "_Call | None", likeness: Any):
+    def __init__(self, offload: ActivationOffload, before: "_Call | None", signature: Any):
         self.offload = offload
         self.before = before
-        self.likeness = likeness
+        self.signature = signature
         self.nbytes = 0
         self.moves = False
         self.is_watched = True
@@ -373,7 +373,7 @@ class Offloading(nn.Module):
     """A mixin that marks blocks whose activations are offloaded."""
 
 
-def _likeness(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _signature(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Equal for calls that save as much."""
     tensors = [
         (value.shape, value.dtype, value.requires_grad, torch.is_autocast_enabled(value.device.type))
