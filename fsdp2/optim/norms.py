@@ -142,7 +142,7 @@ def norm_of(
     known = _known.get(id(like[0])) if like else None
     parts = None if known is None else known.parts(tensors)
     if known is None or parts is None:
-        task, lists, has_all = _looked_at(like, tensors)
+        task, lists, has_all = _planned(like, tensors)
     else:
         task, lists, has_all = known.task, [parts], True
     powers = torch.stack([_power(list_, norm_type, task.dtype, task.device, foreach) for list_ in lists])
@@ -193,7 +193,7 @@ _known: dict[int, _Known] = {}  # by the id of the first parameter
 _MANY = 100
 
 
-def _looked_at(
+def _planned(
     like: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]
 ) -> tuple[Task, list[list[torch.Tensor]], bool]:
     """The task; for each bucket this rank's parts, joined; and whether these are all of its parts."""

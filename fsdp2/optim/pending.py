@@ -32,22 +32,22 @@ class PendingTensor(torch.Tensor):
         self.stands_for = real
         self.settle = settle
 
-    def looked_at(self) -> torch.Tensor:
+    def settled(self) -> torch.Tensor:
         """The real tensor, with its final values."""
         self.settle()
         return self.stands_for
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.looked_at().__reduce_ex__(protocol)
+        return self.settled().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = map_tensors(looked_at, (args, kwargs or {}))
+        args, kwargs = map_tensors(settled, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def looked_at(tensor: torch.Tensor) -> torch.Tensor:
+def settled(tensor: torch.Tensor) -> torch.Tensor:
     """The real tensor, with its final values, if `tensor` is a pending one."""
-    return tensor.looked_at() if isinstance(tensor, PendingTensor) else tensor
+    return tensor.settled() if isinstance(tensor, PendingTensor) else tensor

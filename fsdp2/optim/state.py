@@ -10,13 +10,13 @@ from fsdp2.optim.matrix import MatrixOptimizer
 from fsdp2.optim.offloaded import OffloadedOptimizer
 from fsdp2.optim.on_disk import DiskTensor
 from fsdp2.optim.owned import OwnedTensor
-from fsdp2.optim.pending import looked_at
+from fsdp2.optim.pending import settled
 from fsdp2.placement.hooks import Optimizers, registered
 
 
 class _OwnOptimizers(Optimizers):
-    def looked_at(self, tensor: torch.Tensor) -> torch.Tensor:
-        return looked_at(tensor)
+    def settled(self, tensor: torch.Tensor) -> torch.Tensor:
+        return settled(tensor)
 
     def is_in_file(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, DiskTensor)

@@ -57,7 +57,7 @@ class Models:
 class Optimizers:
     """What is known about optimizers and their state."""
 
-    def looked_at(self, tensor: torch.Tensor) -> torch.Tensor:
+    def settled(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, after waiting for background steps that change it."""
         return tensor
 

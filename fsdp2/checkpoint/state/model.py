@@ -133,7 +133,7 @@ def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ..
     """The entry of a tensor of a model on `ranks` (counted within the world). A plain tensor is on all of them. A
     DTensor may be on some of them, and its siblings on the rest (see `with_siblings`)."""
     if isinstance(tensor, DTensor):
-        place, local = world.place(tensor, name, ranks), registered.optimizers.looked_at(local_tensor(tensor))
+        place, local = world.place(tensor, name, ranks), registered.optimizers.settled(local_tensor(tensor))
     else:
         if tensor.is_nested and tensor.layout is torch.strided:
             raise ArgumentError(f"'{name}': a checkpoint holds dense tensors, got a nested one; save its parts")
