@@ -85,17 +85,17 @@ class Bucket:
         for matrix in self._owned:
             values = matrix.local.new_empty(matrix.box.shape)
             wholes[matrix] = values, torch.empty_like(values, dtype=matrix.grad_dtype)
-        to: list[torch.Tensor] = []
-        what: list[torch.Tensor] = []
+        destinations: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         flags: list[torch.Tensor] = []
         for pieces, tensors in zip(self._taken, self._received(), strict=True):
             flags.append(next(tensors))
             for matrix, piece in pieces:
                 if piece is not None:
                     index = piece.within(matrix.box).slices()
-                    to += [each[index] for each in reversed(wholes[matrix])]
-                    what += [next(tensors).view(piece.shape) for _ in range(2)]
-        foreach_copy(to, what)
+                    destinations += [each[index] for each in reversed(wholes[matrix])]
+                    sources += [next(tensors).view(piece.shape) for _ in range(2)]
+        foreach_copy(destinations, sources)
         # The host reads only these values, to decide whether to step.
         matrices = [matrix for pieces in self._taken for matrix, _ in pieces]
         known = zip(matrices, torch.cat(flags).tolist() if matrices else [], strict=True)
@@ -114,14 +114,14 @@ class Bucket:
 
     def receive_values(self) -> None:
         """Wait for it, and write this rank's pieces."""
-        to: list[torch.Tensor] = []
-        what: list[torch.Tensor] = []
+        destinations: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         for pieces, tensors in zip(self._mine, self._received(), strict=True):
             for matrix, piece in pieces:
                 if piece is not None:
-                    to.append(matrix.local[matrix.within_local(piece)])
-                    what.append(next(tensors).view(piece.shape))
-        foreach_copy(to, what)
+                    destinations.append(matrix.local[matrix.within_local(piece)])
+                    sources.append(next(tensors).view(piece.shape))
+        foreach_copy(destinations, sources)
 
     def _start(self, sent: Sequence[list[torch.Tensor]], sizes: Sequence[list[int]]) -> None:
         """Send each rank of the crew these tensors. Collective; buckets start in the same order on every rank."""

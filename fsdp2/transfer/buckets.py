@@ -200,11 +200,11 @@ class Pass:
         """Start to send this rank's parts of a bucket, and to receive those of the others."""
         flight = self._route.flight(plan.sizes, first_only)
         flight.own[:HEAD].view(torch.int64).copy_(torch.tensor([self._version, plan.number, leaves, 0]))
-        into, of = [], []
+        destinations, sources = [], []
         for part in () if leaves else plan.parts[self._route.me]:
-            into.append(view_of(flight.own, part.at, self._items[part.number].meta.dtype, part.box.shape))
-            of.append(self._local(part.number, part.piece, part.box.within(part.own).slices()))
-        foreach_copy(into, of)
+            destinations.append(view_of(flight.own, part.at, self._items[part.number].meta.dtype, part.box.shape))
+            sources.append(self._local(part.number, part.piece, part.box.within(part.own).slices()))
+        foreach_copy(destinations, sources)
         return flight.start()
 
     @torch.no_grad()
@@ -215,13 +215,13 @@ class Pass:
         if not flight.rows:
             return
         self._check(plan, torch.stack([row[:HEAD].view(torch.int64) for row in flight.rows]).tolist())
-        into, of = [], []
+        destinations, sources = [], []
         for row, parts in zip(flight.rows, plan.parts, strict=True):
             for part in parts:
                 placed = plan.tensors[part.number - plan.indices.start]
-                into.append(view_of(flat, placed.offset, placed.dtype, placed.shape)[part.box.slices()])
-                of.append(view_of(row, part.at, placed.dtype, part.box.shape))
-        foreach_copy(into, of)
+                destinations.append(view_of(flat, placed.offset, placed.dtype, placed.shape)[part.box.slices()])
+                sources.append(view_of(row, part.at, placed.dtype, part.box.shape))
+        foreach_copy(destinations, sources)
 
     def _check(self, plan: _Plan, heads: list[list[int]]) -> None:
         for rank, (version, number, leaves, _) in zip(self._route.ranks, heads, strict=True):
@@ -239,15 +239,15 @@ class Pass:
     @torch.no_grad()
     def _copy_own(self, plan: _Plan, flat: torch.Tensor) -> None:
         """Copy the tensors that this rank has whole."""
-        into, of = [], []
+        destinations, sources = [], []
         for index, placed in zip(plan.indices, plan.tensors, strict=True):
             item = self._items[index]
             if len(self._route.ranks) == 1 or not item.is_cut:
                 whole = view_of(flat, placed.offset, placed.dtype, placed.shape)
                 for _, piece, box in item.sent((self._route.ranks[self._route.me],)):
-                    into.append(whole[box.slices()])
-                    of.append(self._local(index, piece))
-        foreach_copy(into, of)
+                    destinations.append(whole[box.slices()])
+                    sources.append(self._local(index, piece))
+        foreach_copy(destinations, sources)
 
     def _end(self, flights: "deque[_Sent]", to_leave: Iterable[_Plan], first_only: bool) -> None:
         """Wait for what is in flight, and send heads in the buckets for which other ranks will wait."""
