@@ -227,6 +227,6 @@ def check_twins(catalog: Catalog, need: Need, box: Box, values: torch.Tensor, ve
         if not torch.equal(*(each.cpu().reshape(-1).view(torch.uint8) for each in (values, other))):
             names = [", ".join(sorted(source.names())) for source in (need.source, twin)]
             raise MismatchError(
-                f"{catalog.path}: '{names[0]}' and '{names[1]}' are stored apart with different values, but are one "
-                "weight here. Load into a model that does not tie them."
+                f"{catalog.path}: '{names[0]}' and '{names[1]}' are stored separately with different values, but "
+                "are one weight here. Load into a model that does not tie them."
             )

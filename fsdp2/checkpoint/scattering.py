@@ -100,8 +100,8 @@ def load_from_rank(
         marks = ranks.together(matched)
         if different := [each for each, mark in enumerate(marks) if mark != marks[rank]]:
             raise CheckpointError(
-                f"load_from_rank: ranks {different} ask for other tensors, or other parts, than rank {rank}: all must "
-                "give the same model, sharded over the same mesh"
+                f"load_from_rank: ranks {different} request different tensors, or parts of them, than rank {rank}: "
+                "all must pass the same model, sharded over the same mesh"
             )
         ranks.together(lambda: matching.allocate(model, None))
         for need in matching.needs:
@@ -166,7 +166,7 @@ class _Ranks(NamedTuple):
             raise error
         results, whys = zip(*every, strict=True)
         if why := whys[self.reader]:
-            raise CheckpointError(f"load_from_rank: rank {self.reader}, which reads, gave up: {why}")
+            raise CheckpointError(f"load_from_rank: rank {self.reader}, which reads, failed: {why}")
         if failed := [rank for rank, why in enumerate(whys) if why]:
             raise CheckpointError(f"load_from_rank: ranks {failed} failed; see their errors ({whys[failed[0]]})")
         return [*results]

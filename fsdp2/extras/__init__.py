@@ -1,1 +1,1 @@
-"""Optional features, such as whole parameters, layers in tiles, and activations in host memory. Layer: surface."""
+"""Optional features, such as whole parameters, layers in tiles, and activations in host memory. Layer: extras."""

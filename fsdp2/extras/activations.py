@@ -1,4 +1,4 @@
-"""Keeps saved activations that exceed a budget in host memory between forward and backward. Layer: above settings.
+"""Keeps saved activations that exceed a budget in host memory between forward and backward. Layer: extras.
 
 ::
 

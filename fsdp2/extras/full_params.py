@@ -1,4 +1,4 @@
-"""`full_params`: temporarily replace sharded parameters by whole, plain ones. Layer: above the api.
+"""`full_params`: temporarily replace sharded parameters by whole, plain ones. Layer: extras.
 
 ::
 

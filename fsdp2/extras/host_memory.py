@@ -1,4 +1,4 @@
-"""`CPUOffloadPolicy`: shards in host memory. Layer: extras, above policies."""
+"""`CPUOffloadPolicy`: shards in host memory. Layer: extras."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

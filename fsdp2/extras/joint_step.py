@@ -1,4 +1,4 @@
-"""`agree_on_step`: if one rank raises, all ranks raise, and can continue with the next batch. Layer: surface."""
+"""`agree_on_step`: if one rank raises, all ranks raise, and can continue with the next batch. Layer: extras."""
 
 import traceback
 from collections.abc import Iterator

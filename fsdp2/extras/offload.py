@@ -1,4 +1,4 @@
-"""`Offload`: optimizer state, gradients and parameters in host memory or in files. Layer: extras, above policies.
+"""`Offload`: optimizer state, gradients and parameters in host memory or in files. Layer: extras.
 
 The core only knows the attributes of an `OffloadPolicy`: where parameters and gradients live. `fsdp2.optim` steps them.
 """

@@ -1,4 +1,4 @@
-"""Optional units: units that some ranks run in a forward of the root and others do not. Layer: above the units.
+"""Optional units: units that some ranks run in a forward of the root and others do not. Layer: extras.
 
 ::
 
@@ -37,7 +37,7 @@ from fsdp2.runtime.step import Step
 from fsdp2.runtime.unit import Unit
 from fsdp2.watch.exchange import Exchange, at_once
 
-_Late = Any  # (group, settings) -> the settings of its reduction
+_Reducing = Any  # (group, settings) -> the settings of its reduction
 _FEATURE = "optional"  # the argument of `fully_shard`, and the key in `Step.notes`
 
 
@@ -127,7 +127,7 @@ class _Host:
 
     unit: ref[Unit]
     guests: list[ref[Unit]] = field(default_factory=list)
-    reduction_settings: _Late = None
+    reduction_settings: _Reducing = None
     in_order = True
 
     def select(self, gathering: bool) -> list[Bucket]:
@@ -148,7 +148,7 @@ class _Guest:
 
     unit: ref[Unit]
     decision: _Decision
-    reduction_settings: _Late = None
+    reduction_settings: _Reducing = None
     _ran_alone: bool = False
     in_order = False  # its host is
 

@@ -1,4 +1,4 @@
-"""`tile`: a layer that is too large to be gathered whole is gathered, used and freed tile by tile. Layer: surface.
+"""`tile`: a layer that is too large to be gathered whole is gathered, used and freed tile by tile. Layer: extras.
 
 A tile consists of some rows of each rank's shard, and is a unit of its own. The shards of the tiles lie one after the
 other in the layer's shard, and the layer keeps one parameter. For 2 ranks and 3 tiles, with the numbers of rows::
@@ -307,8 +307,8 @@ def _rows_for(tile: _TileParameter, local: torch.Tensor) -> torch.Tensor:
     whole = tile.of.param
     if backward_hooks_of(whole.sharded):
         raise UnsupportedError(
-            f"'{tile.fqn}' is of a tiled layer, so its gradient comes in parts, and register_hook has no gradient "
-            "to show. Use register_post_accumulate_grad_hook."
+            f"'{tile.fqn}' is of a tiled layer, so its gradient arrives in parts, and register_hook never sees "
+            "a whole one. Use register_post_accumulate_grad_hook."
         )
     if (grad := whole.sharded.grad) is None:
         zeros = whole.geometry.local_view(local.new_zeros(whole.geometry.local_numel))

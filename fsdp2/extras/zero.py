@@ -1,4 +1,4 @@
-"""`ZeroPolicy`: the stages of ZeRO. Layer: extras, next to the policies.
+"""`ZeroPolicy`: the stages of ZeRO. Layer: extras.
 
 The core asks it for the mesh, the roles of its axes, and the settings of backwards before the last one of a step.
 """

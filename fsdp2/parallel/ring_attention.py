@@ -1,21 +1,20 @@
 """`ring_attention`: attention over a sequence that is split over ranks. Layer: parallel.
 
-Every rank keeps its queries; keys and values go round a ring. While a rank computes with one block, the next one is in
-flight::
+Every rank keeps its queries; keys and values travel around a ring. While a rank computes with one block, the next one
+is in flight::
 
     step            0              1              2                    n ranks, here 3; rank r's block is K_r
     rank 0     q0 x K_0       q0 x K_2       q0 x K_1                  forward: n - 1 messages of one K and V
     rank 1     q1 x K_1       q1 x K_0       q1 x K_2
     rank 2     q2 x K_2       q2 x K_1       q2 x K_0
 
-The backward goes round once more. The gradients of a block's keys and values follow one step behind it, and each rank
+The backward goes around once more. The gradients of a block's keys and values follow one step behind it, and each rank
 adds its part; after n messages they are back at the owner. They and all sums over blocks are float32 (float64 for
 float64). A rank holds its own keys and values, the current block and the arriving one.
 
 The *head-tail* layout: a sequence is split into ``2 n`` equal chunks, and rank r has chunks r and ``2 n - 1 - r``.
 Under a causal mask, early rows see few keys and late rows many. With one chunk of each kind, every rank has the same
-work.
-With 2 ranks (a row is a rank's query chunk, ``.`` is masked, ``\\`` half masked)::
+work. With 2 ranks (a row is a rank's query chunk, ``.`` is masked, ``\\`` half masked)::
 
                     k0   k3  | k1   k2
     rank 0   q0     \\    .   | .    .         step 0: own keys, causal       step 1: second half of the queries
@@ -54,7 +53,7 @@ __all__ = ["context_group", "num_ring_attentions", "rank_slices", "ring_attentio
 
 _ONE_BATCH = (
     "All ranks of a context group work on the same batch, cut by shard_sequence, with the same model and dtypes; ranks "
-    "with batches of their own belong on the data axes of the mesh."
+    "with different batches belong on the data axes of the mesh."
 )
 _KEYS_TAG = 0x46530003  # unlikely to be a tag of the user's messages in this group
 _GRADIENTS_TAG = 0x46530004

@@ -237,8 +237,8 @@ def _cuts(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int
         factor = split_factor(placement)
         if factor is None:
             raise ArgumentError(
-                f"'{name}': expected Shard or Replicate on every axis of its mesh, got {placement}, of which no rank "
-                "knows values. Redistribute it first."
+                f"'{name}': expected Shard or Replicate on every axis of its mesh, got {placement}, so no rank has "
+                "its values. Redistribute it first."
             )
         cut = (axis, shard_dim(placement) % len(shape))
         if factor > 1:
@@ -247,7 +247,7 @@ def _cuts(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int
             cuts.append(cut)
             later = _release(cuts, later, mesh.shape)
     if later:
-        raise ArgumentError(f"'{name}': cannot tell the order of the shards of placements {tuple(placements)}")
+        raise ArgumentError(f"'{name}': cannot determine the order of the shards of placements {tuple(placements)}")
     return cuts
 
 

@@ -62,7 +62,7 @@ def changes_since(items: Sequence[Item], local: Local, since: Snapshot, route: R
         for number in range(len(item.pieces)):
             new, old = local(index, number), next(known)
             if old.shape != new.shape:
-                raise ArgumentError(f"changes: the snapshot has another shape of '{item.meta.name}'; make another one")
+                raise ArgumentError(f"changes: the snapshot has another shape of '{item.meta.name}'; make a new one")
             if number in gives:
                 found.append(_changed(item, number, new, old, route))
             old.copy_(new)

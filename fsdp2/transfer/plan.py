@@ -167,8 +167,8 @@ class Weights:
             if entry is None or entry.tiling != piece.tiling:
                 cuts = "" if entry is None else f"{entry.tiling.cuts} of {entry.tiling.shape}"
                 raise OrderError(
-                    f"weights: '{piece.key}' {'is sharded otherwise: ' + cuts if entry else 'is gone'}. The model was "
-                    "changed since the plan; make another one."
+                    f"weights: '{piece.key}' {'is now sharded as ' + cuts if entry else 'no longer exists'}. The "
+                    "model has changed since the plan was made; make a new plan."
                 )
         deltas = None
         if self._adapters is not None:
@@ -200,7 +200,7 @@ class Weights:
             device: the device of the buckets; None: where they arrive.
 
         Raises:
-            OrderError: another rank left the pass; or the model was changed since the plan.
+            OrderError: another rank left the pass; or the model has changed since the plan was made.
             CollectiveError: another rank died, or its consumer was slower than `patience_s`.
 
         Example::

@@ -1,4 +1,4 @@
-"""Processes of this machine, as /proc shows them. Layer: base."""
+"""Processes of this machine, as /proc shows them. Layer: ground."""
 
 import os
 from contextlib import suppress

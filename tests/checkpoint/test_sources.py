@@ -177,7 +177,7 @@ def test_tied_weights(rank: int, world_size: int, load: Any, tmp_path: Path) -> 
         load(tmp_path / "a", model=model, sources=sources, strict=False)
         assert_bits("embed", model.embed.weight, shard_like(same, model.embed.weight))
         assert model.head.weight is model.embed.weight
-    with pytest.raises(CheckpointError, match="'x' and 'other' are stored apart with different values"):
+    with pytest.raises(CheckpointError, match="'x' and 'other' are stored separately with different values"):
         load(tmp_path / "a", model=model, sources={"embed.weight": "x", "head.weight": "other"}, strict=False)
     dist.barrier()
     with pytest.raises(MismatchError, match=r"'embed.weight': stored with shape \[5, 7\], here \[7, 5\]"):

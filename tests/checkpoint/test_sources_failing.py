@@ -36,7 +36,7 @@ def rows() -> nn.Module:
 @pytest.mark.parametrize("reader", [0, -1])
 def test_the_reader_finds_nothing(rank: int, world_size: int, reader: int, tmp_path: Path) -> None:
     net, reader = rows(), reader % world_size
-    message = "no checkpoint" if rank == reader else f"rank {reader}, which reads, gave up: CheckpointError: .*no check"
+    message = "no checkpoint" if rank == reader else f"rank {reader}, which reads, failed: CheckpointError: .*no check"
     with soon(), pytest.raises(CheckpointError, match=message):
         checkpoint.load_from_rank(tmp_path / "none", model=net, rank=reader)
 
@@ -88,7 +88,7 @@ def test_ranks_that_differ_do_not_hang(rank: int, world_size: int, odd: int, tmp
     if rank == 0:
         save_file({"a": torch.ones(5, 3), "b": torch.ones(2)}, tmp_path / "model.safetensors")
     fewer = {"a": torch.zeros(5, 3)} if rank == odd else {"a": torch.zeros(5, 3), "b": torch.zeros(2)}
-    with soon(), pytest.raises(CheckpointError, match=r"ranks .* ask for other tensors"):
+    with soon(), pytest.raises(CheckpointError, match=r"ranks .* request different tensors"):
         checkpoint.load_from_rank(tmp_path, model=fewer, strict=False)
     wrong = {"a": torch.zeros(3, 5) if rank == odd else torch.zeros(5, 3)}
     # The reader's error is told.

@@ -163,7 +163,7 @@ def test_names_dtypes_and_what_is_left_out(rank: int, world_size: int) -> None:
         fsdp2.weights(model, lambda name: "x")
     plan = fsdp2.weights(model)
     model.first.weight = nn.Parameter(torch.ones(2))  # of another shape, and not sharded
-    with pytest.raises(OrderError, match=r"'first\.weight' is sharded otherwise"):
+    with pytest.raises(OrderError, match=r"'first\.weight' is now sharded as"):
         list(plan)
 
 
