@@ -137,7 +137,7 @@ def check_filled(unit: Unit) -> None:
     if garbage:
         raise OrderError(
             f"to_empty allocated {_some(garbage)}, and nothing has filled it since: training would start from garbage. "
-            "fsdp2.init.materialize(model), in place of to_empty, does both. After to_empty, initialise all of the "
+            "fsdp2.init.materialize(model), instead of to_empty, does both. After to_empty, initialise all of the "
             "model (init_weights, reset_parameters) or load all of it before the first forward."
         )
     if scratch:

@@ -45,6 +45,6 @@ def _check_order(mesh: DeviceMesh, axis: int) -> None:
     members = dist.get_process_group_ranks(mesh.get_group(axis))
     if own != members or (own == sorted(own) and not is_sorted):
         raise UnsupportedError(
-            f"fully_shard: along an axis that shards the mesh has the ranks {own} (of rank {dist.get_rank()}), and "
-            f"process groups, which number the shards, have them sorted: {members}. Make the mesh with ascending ranks."
+            f"fully_shard: expected ascending ranks along a shard axis, as in its process group, {members}; on rank "
+            f"{dist.get_rank()} the mesh has {own}. Make the mesh with ascending ranks."
         )

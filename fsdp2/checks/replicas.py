@@ -1,8 +1,8 @@
 """Detects replicas that start from different parameters, before the first forward. Layer: checks.
 
-Reductions do not make replicas equal if they start different. Ranks that built their models from different seeds, or
-loaded different files, silently train different models, and each loss falls. So one checksum per unit is compared once
-over the replicate axis, and one flag is exchanged over the shard axis, so that all ranks learn the result.
+Reductions do not make replicas equal if they start out different. Ranks that built their models from different seeds,
+or loaded different files, silently train different models, and each loss falls. So one checksum per unit is compared
+once over the replicate axis, and one flag is exchanged over the shard axis, so that all ranks learn the result.
 
 Along a shard axis no two ranks hold the same data. There `fully_shard` records the first values of each whole
 parameter, and the first forward compares them through the store, unless the shards have changed since.
@@ -146,7 +146,7 @@ def warn_of_different_models(groups: Sequence[Bucket]) -> None:
             differing = [fqn for fqn, value in values.items() if theirs.get(fqn, value) != value]
             if differing:
                 warnings.warn(
-                    f"the first forward: rank {mine[0]} has sharded another model than rank {other} (other values of "
+                    f"the first forward: rank {mine[0]} has sharded other values than rank {other} (of "
                     f"'{differing[0]}'), and each keeps its own rows. Build the model from the same seed on every "
                     "rank (torch.manual_seed(0) before it), or load a checkpoint.",
                     stacklevel=2,

@@ -179,8 +179,8 @@ def _message(call: str, found: list[tuple[str, str]]) -> str:
     units = ", ".join(f"'{fqn}'" if fqn else "(root)" for fqn, _ in found[:5]) + (", ..." if len(found) > 5 else "")
     causes = " and ".join(sorted({cause for _, cause in found}))
     return (
-        f"{call}: gradients of {units} were not reduced, because of {causes}. {call} is for reduced ones, in the .grad "
-        "of sharded parameters; these wait for the next backward that reduces. Call set_requires_gradient_sync(True) "
+        f"{call}: gradients of {units} were not reduced, because of {causes}. {call} uses reduced ones, the .grad of "
+        "sharded parameters; these wait for the next backward that reduces. Call set_requires_gradient_sync(True) "
         "and set_is_last_backward(True) before the last backward of a step; to drop gradients that wait, call "
         "reset_iter_state() on the root."
     )

@@ -48,7 +48,7 @@ class GroupMemory:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         if not group_allocates(group, device):
             raise UnsupportedError(
-                f"memory from the process group: the backend of {device.type} tensors in this group has none to give "
+                f"memory from the process group: the backend of {device.type} tensors in this group has no such memory "
                 f"({dist.get_backend_config(group)}); NCCL has, on devices with multicast (NVLink SHARP). Leave this "
                 "setting off here."
             )
@@ -152,9 +152,7 @@ hooks.setters["set_symm_mem_for_comm"] = set_symmetric_memory
 def _use_memory(module: object, call: str, make: Callable[..., Memory] | None) -> None:
     for group in groups_of(module):
         if make is not None and customised_by_user(group):
-            raise MisuseError(
-                f"{call}: this unit has custom collectives, which say themselves where their memory comes from"
-            )
+            raise MisuseError(f"{call}: this unit has custom collectives, which allocate their own memory")
         shard_group = group.roles.shard_group
         if make is None or shard_group is None:
             customise(group, in_memory=(None, None))

@@ -248,7 +248,7 @@ def _check(fqn: str, local: torch.Tensor, plan: Plan, placing: Placing) -> None:
         )
     if is_wrapper(local) and plan.offload.in_files:
         raise UnsupportedError(
-            f"'{fqn}' is a {type(local).__name__}, which cannot rest in a file; pass Offload(params=True, ...)"
+            f"'{fqn}' is a {type(local).__name__}, which cannot be kept in a file; pass Offload(params=True, ...)"
         )
     if hooks_of(fqn, local) is None:
         return

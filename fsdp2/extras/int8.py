@@ -158,11 +158,11 @@ def _source_of(group: Bucket) -> Int8Shards | None:
     return Int8Shards(group) if group.params[0].plan.gather_dtype is torch.int8 else None
 
 
-def _travels_in_int8(param: torch.Tensor, roles: MeshRoles) -> bool:
+def _is_sent_in_int8(param: torch.Tensor, roles: MeshRoles) -> bool:
     if roles.sharded_replicas:
-        raise UnsupportedError("all_gather_dtype does not go together with shard_replicas")
+        raise UnsupportedError("all_gather_dtype cannot be combined with shard_replicas")
     return param.dtype.is_floating_point and roles.shard_size > 1
 
 
-hooks.gather_dtypes[torch.int8] = _travels_in_int8
+hooks.gather_dtypes[torch.int8] = _is_sent_in_int8
 hooks.sources.append(_source_of)

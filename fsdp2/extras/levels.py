@@ -1,5 +1,4 @@
-"""Where a unit's backward begins and ends under transforms of `torch.func` and in forward-mode AD. Layer:
-extras.
+"""Where a unit's backward begins and ends under `torch.func` and in forward-mode AD. Layer: extras.
 
 Under a transform a tensor is a stack of tensors, one for each transform, and `requires_grad` refers only to the
 uppermost; in forward mode a tensor has a tangent with a separate graph. So instead of hooks, as in `runtime.autograd`,

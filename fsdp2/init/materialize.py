@@ -196,7 +196,7 @@ def _check_all_written(model: nn.Module, fresh: list[Fresh], roles: MeshRoles | 
         shown = [name if name in persistent else f"{name} (not persistent)" for name in garbage]
         raise ArgumentError(
             f"materialize: these were allocated and not initialised: {', '.join(shown)}. Pass a function "
-            "that does (init=), or give their modules a method reset_parameters() or reset_buffers()."
+            "that initialises them (init=), or give their modules a method reset_parameters() or reset_buffers()."
         )
 
 

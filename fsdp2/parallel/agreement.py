@@ -46,11 +46,11 @@ def agree(group: dist.ProcessGroup, topic: str, facts: Mapping[str, object], adv
     except RuntimeError as error:
         missing = [each for each, key in keys.items() if not store.check([key])]
         raise CollectiveError(
-            f"{topic}: rank {rank} has {mine}, and waited {TIMEOUT} for ranks {missing} to say what they have. They "
-            f"failed, are stuck, or have something else than this rank now. {advice}"
+            f"{topic}: rank {rank} has {mine}, and waited {TIMEOUT} for ranks {missing} to publish theirs. They "
+            f"failed, are stuck, or do something else. {advice}"
         ) from error
     found = {each: store.get(key).decode() for each, key in keys.items()}
     if others := {each: what for each, what in found.items() if what != mine}:
         shown = "; ".join(f"rank {each}: {what}" for each, what in {rank: mine, **others}.items())
-        raise ArgumentError(f"{topic}: the ranks must have the same, but got {shown}. {advice}")
+        raise ArgumentError(f"{topic}: the ranks must agree, but got {shown}. {advice}")
     asked[-1] = mine

@@ -101,7 +101,7 @@ def parallelize(
         meshes = build_meshes(config)
     elif (degrees := config.resolve(meshes.root.size()).degrees) != meshes.config.degrees:
         raise ArgumentError(
-            f"parallelize: the meshes have other degrees, {meshes.config.degrees}, than the config, {degrees}"
+            f"parallelize: the meshes have the degrees {meshes.config.degrees}, but the config has {degrees}"
         )
     options = _shard_options(config, meshes, options)
 

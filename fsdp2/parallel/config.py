@@ -200,7 +200,7 @@ def _check(config: Any) -> None:
         if not is_valid:
             raise ArgumentError(f"{name}: expected {expected}; got {getattr(config, name)!r}")
     if config.cpu_offload and config.offload != "none":
-        raise ArgumentError(f'offload: got "{config.offload}", and cpu_offload, which is torch\'s "all"; give one')
+        raise ArgumentError(f'offload: got "{config.offload}", and cpu_offload, which is torch\'s "all"; set one')
     if config.offload_tier != "cpu" and config.offload == "none":
         raise ArgumentError(f'offload_tier: got "{config.offload_tier}", but offload is "none"; set offload too')
 

@@ -35,15 +35,14 @@ class _Active:
 _active = _Active()
 _original = F.scaled_dot_product_attention
 _NO_ATTENTION = (
-    "no F.scaled_dot_product_attention ran, so whatever attention there was has seen this rank's rows only. With "
-    "transformers load the model with attn_implementation='sdpa'; give nn.MultiheadAttention need_weights=False; in "
-    "models of your own call fsdp2.parallel.ring_attention"
+    "no F.scaled_dot_product_attention ran, so the model's attention has seen only this rank's rows. With "
+    "transformers load the model with attn_implementation='sdpa'; call nn.MultiheadAttention with need_weights=False; "
+    "in your own models call fsdp2.parallel.ring_attention"
 )
-_NEITHER = (
-    "ring attention takes is_causal only. Set the model's attention dropout to 0. Padding on the right needs no mask "
-    "under a causal one: give the model an attention_mask of ones, and ignore the padding's labels. transformers makes "
-    "a mask from position_ids alone (on some ranks; it takes a sequence that was cut for several packed ones): pass an "
-    "attention_mask of ones with them."
+_UNSUPPORTED = (
+    "ring attention supports is_causal alone. Set the model's attention dropout to 0. Padding on the right needs no "
+    "mask under a causal one: pass an attention_mask of ones, and ignore the padding's labels. Pass it with "
+    "position_ids too: from these alone transformers takes a cut sequence for packed ones, and makes a mask."
 )
 
 
@@ -126,7 +125,7 @@ def _attention(
         return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None or dropout_p > 0:
         given = f"dropout_p={dropout_p}" if attn_mask is None else f"a mask {list(attn_mask.shape)}"
-        raise UnsupportedError(f"context parallelism: attention got {given}; {_NEITHER}")
+        raise UnsupportedError(f"context parallelism: attention got {given}; {_UNSUPPORTED}")
     heads = [each.unsqueeze(0) if each.ndim == 3 else each for each in (query, key, value)]
     output = ring_attention_over(_active.group_name, heads[0], heads[1], heads[2], is_causal, scale, enable_gqa)
     return output.squeeze(0) if query.ndim == 3 else output

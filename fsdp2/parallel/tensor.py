@@ -69,8 +69,8 @@ def check_tensor_plan(
         if not isinstance(given, ParallelStyle):
             if given not in _STYLES:
                 raise UnsupportedError(
-                    f"tp_plan: '{pattern}' wants the style {given!r}, which is not one of {', '.join(_STYLES)}. Pass a "
-                    "tp_plan with torch's styles, or your own, in its place."
+                    f"tp_plan: '{pattern}' has the style {given!r}, which is not one of {', '.join(_STYLES)}. Pass a "
+                    "tp_plan with torch's styles or your own instead."
                 )
             given = _STYLES[given]()
         found = {fqn: each for fqn, each in model.named_modules() if (matches(pattern, fqn) if pattern else not fqn)}
@@ -149,8 +149,8 @@ def _tie(model: nn.Module, names: list[str], requires_grad: bool) -> None:
     for name, placements in zip(names, split, strict=True):
         if placements != split[0]:
             raise ArgumentError(
-                f"tp_plan: '{names[0]}' and '{name}' are one weight, but it was split as {split[0]} there and as "
-                f"{placements} here; give both modules styles that split it in the same way (an embedding "
+                f"tp_plan: '{names[0]}' and '{name}' are one weight, but would be split as {split[0]} and as "
+                f"{placements}; give both modules styles that split it in the same way (an embedding "
                 "RowwiseParallel, its head ColwiseParallel), or neither"
             )
     for slot, last in slots:

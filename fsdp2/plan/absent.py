@@ -123,8 +123,8 @@ def absent_ranks(world_size: int, rank: int, comm: Comm, wire: Wire) -> Iterator
     """
     if dist.is_initialized():
         raise OrderError(
-            "plan: this process has a process group, and a plan makes one of ranks that do not exist. Plan before "
-            "init_process_group(), or in a process of its own"
+            "plan: this process has a process group, and a plan makes another one, of ranks that do not exist. Plan "
+            "before init_process_group(), or in a separate process"
         )
     if BACKEND not in dist.Backend.backend_list:
         create = lambda store, rank, size, timeout: AbsentGroup(rank, size, _wires[-1])  # noqa: E731

@@ -20,8 +20,8 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
             model = build()
     except NotImplementedError as error:
         raise UnsupportedError(
-            f"plan: the model is built on the meta device, where one step of its builder is impossible: {error}. Leave "
-            "out .to(device) and whatever reads values"
+            f"plan: the model is built on the meta device, where its builder fails: {error}. Leave out "
+            ".to(device) and everything that reads values"
         ) from error
     return model
 

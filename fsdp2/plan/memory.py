@@ -96,7 +96,7 @@ class Memory:
                 if param.unsharded.requires_grad:
                     param.unsharded.register_hook(lambda grad: self.mark(grad, Kind.GRADIENTS))
 
-    def look(self) -> None:
+    def record_sizes(self) -> None:
         """Record storages that were resized."""
         for known in self._elastic:
             storage = known.storage()

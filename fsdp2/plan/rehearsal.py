@@ -78,11 +78,11 @@ def predict(
     """
     config = config.resolve(world_size)
     if config.pipeline > 1:
-        raise UnsupportedError("plan: plans no pipelines yet; plan one stage as a model of its own, with pipeline = 1")
+        raise UnsupportedError("plan: no pipelines; plan one stage as a model, with pipeline = 1")
     if config.context > 1:  # ring attention is one operator, which does not run inside under fake tensors
-        raise UnsupportedError("plan: plans no context parallelism yet; plan with context = 1 and shorter sequences")
+        raise UnsupportedError("plan: no context parallelism; plan with context = 1 and shorter sequences")
     if getattr(options.get("offload_policy"), "folders", ()):
-        raise UnsupportedError("plan: plans no files; plan with tier='cpu', and take the state off host memory")
+        raise UnsupportedError("plan: no files; plan with tier='cpu', and subtract the state from host memory")
     comm = NcclComm() if machine.is_accelerator else GlooComm()
     model = build_on_meta(workload.build)
     with events.record() as log, warnings.catch_warnings():
@@ -146,7 +146,7 @@ class Observer(MemoryMode):
         """The next operator begins."""
         self.memory.tick += 1
         self.memory.seconds = self.clock.elapsed
-        self.memory.look()
+        self.memory.record_sizes()
 
     def _compute(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         tensors = tensors_in((args, kwargs, result))

@@ -201,7 +201,7 @@ def test_ranks_with_other_batches_all_raise(rank: int, world_size: int, what: st
     group = torch.distributed.new_group([0, 1])  # nothing has been compared over it yet
     mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
     message = error_of(ArgumentError, lambda: shard_sequence(other_batch(rank, what), mesh))
-    assert "the ranks must have the same" in message
+    assert "the ranks must agree" in message
     assert "let the data loader go by the data-parallel rank" in message
     assert ("contents of 'ids'" if what != "names" else "'mask'=") in message
     assert "rank 0: " in message and "rank 1: " in message

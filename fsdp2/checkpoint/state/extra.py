@@ -192,7 +192,7 @@ class StoredExtra:
             elif self._mine(key) is not None or (isinstance(target, Reshardable) and self._is_resharded):
                 continue
             elif not self._is_resharded:
-                missing.append(f"extra '{key}' of rank {self._world.rank}, which gave none")
+                missing.append(f"extra '{key}' of rank {self._world.rank}, which saved none")
             else:
                 mismatches.append(
                     f"extra '{key}': its state differed between the {self._saved_world} ranks that saved it, and now "

@@ -223,8 +223,8 @@ def _plain_entries(entry: Entry) -> Iterator[Entry]:
     flatten: Any = getattr(local, "__tensor_flatten__", None)
     if flatten is None:
         raise ArgumentError(
-            f"'{entry.name}': a {type(local).__qualname__} does not say of which plain tensors it consists; it needs "
-            "__tensor_flatten__, or save what to_dense(), dequantize() or the like makes of it"
+            f"'{entry.name}': a {type(local).__qualname__} has no __tensor_flatten__, which names the plain tensors "
+            "in it; add that, or save the result of to_dense(), dequantize() or similar"
         )
     for attribute in flatten()[0]:
         part, name = getattr(local, attribute), f"{entry.name}.{attribute}"

@@ -125,7 +125,7 @@ def named_params(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> d
             if param not in names:
                 raise ArgumentError(
                     f"optimizer: parameter {index} of group {number}, of shape {tuple(param.shape)}, is not a "
-                    "parameter of the model. Make the optimizer after fully_shard, or call "
+                    "parameter of the model. Create the optimizer after fully_shard, or call "
                     "fsdp2.adopt_optimizer(optimizer)."
                 )
             result[param] = names[param]

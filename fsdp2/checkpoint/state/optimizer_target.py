@@ -121,7 +121,7 @@ class OptimizerTarget:
             if repr(sorted(other.items())) != repr(sorted(found[0][1].items())):
                 raise MismatchError(
                     f"optimizer: '{found[0][0]}' and '{fqn}' are in one param group here and were saved with different "
-                    f"options ({found[0][1]} and {other}). Make the param groups as they were."
+                    f"options ({found[0][1]} and {other}). Use the param groups that were saved."
                 )
         return dict(found[0][1]) if found else {}
 

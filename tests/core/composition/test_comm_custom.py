@@ -150,7 +150,7 @@ def test_flat_collectives_in_given_memory(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_gloo_has_no_memory_of_its_own(rank: int, world_size: int) -> None:
     """Behaviour 136: a clear error instead of a silent fallback, also for a device that the group does not serve."""
-    with pytest.raises(UnsupportedError, match=r"cpu tensors in this group has none to give \(.*gloo.*NCCL has"):
+    with pytest.raises(UnsupportedError, match=r"cpu tensors in this group has no such memory \(.*gloo.*NCCL has"):
         GroupMemory(world(), torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="xpu tensors"):
         GroupMemory(world(), torch.device("xpu"))

@@ -230,7 +230,7 @@ def test_without_a_shard_axis(rank: int, world_size: int, zero: int) -> None:
             model(batch(0, rank, 4))
         texts: list[Any] = [None] * world_size
         dist.all_gather_object(texts, [str(each.message) for each in caught])
-        expected = r"has sharded another model than rank [0-9] \(other values of 'layers.0.weight'\)"
+        expected = r"has sharded other values than rank [0-9] \(of 'layers.0.weight'\)"
         assert len(re.findall(expected, str(texts))) == world_size - 1
 
 

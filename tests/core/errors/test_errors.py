@@ -62,8 +62,8 @@ def test_mesh_in_another_order_than_its_groups(rank: int, world_size: int, by_na
     ranks = [rank % 2, rank % 2 + 2]
     module = distribute_module(nn.Linear(2, 2), mesh) if by_name else nn.Linear(2, 2)
     text = error_of(UnsupportedError, lambda: fully_shard(module, **options))
-    assert f"along an axis that shards the mesh has the ranks {ranks[::-1]} (of rank {rank})" in text
-    assert f"have them sorted: {ranks}. Make the mesh with ascending ranks." in text
+    assert f"ascending ranks along a shard axis, as in its process group, {ranks}; on rank {rank}" in text
+    assert f"the mesh has {ranks[::-1]}. Make the mesh with ascending ranks." in text
     if not by_name:
         odd = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("replicate", "shard"))
         error_of(UnsupportedError, lambda: fully_shard(nn.Linear(2, 2), mesh=odd))  # on all ranks
