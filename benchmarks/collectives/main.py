@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import common
 from fsdp2._torch.extras import all_gather_flat, reduce_scatter_flat
 from fsdp2.comm import comm_for
-from fsdp2.comm.base import Comm, Operand, What
+from fsdp2.comm.base import Comm, Operand, OpInfo
 from fsdp2.comm.flat import FlatComm
 from fsdp2.extras.comm_memory import FlatAllGather, FlatReduceScatter
 from fsdp2.extras.custom_comm import CustomComm
@@ -77,8 +77,8 @@ def gathers(numel: int, device: str) -> dict[str, Callable[[], None]]:
         all_gather_flat(operand.full, operand.row(rank), group).wait()
 
     def through(comm: Comm) -> Callable[[], None]:
-        what = What("all_gather", "", numel, operand.full.nbytes, operand.full.dtype, group, operand.full.device)
-        gather = comm.plan_all_gather([operand], what)
+        info = OpInfo("all_gather", "", numel, operand.full.nbytes, operand.full.dtype, group, operand.full.device)
+        gather = comm.plan_all_gather([operand], info)
         return lambda: gather.wait(gather.start())
 
     steps = {BASELINE: backend} | {name: through(comm) for name, comm in comms(device).items()}
@@ -112,8 +112,8 @@ def scatters(numel: int, device: str, wire: torch.dtype) -> dict[str, Callable[[
         reduce_scatter_flat(narrow_output, narrow, dist.ReduceOp.SUM, group).wait()
 
     def through(comm: Comm) -> Callable[[], None]:
-        what = What("reduce_scatter", "", numel, values.nbytes, values.dtype, group, values.device)
-        scatter = (NarrowComm(wire, comm) if is_narrow else comm).plan_reduce_scatter([bounds], what, average=False)
+        info = OpInfo("reduce_scatter", "", numel, values.nbytes, values.dtype, group, values.device)
+        scatter = (NarrowComm(wire, comm) if is_narrow else comm).plan_reduce_scatter([bounds], info, average=False)
         return lambda: scatter.wait(scatter.start([values], [output]))
 
     ours = {name: through(comm) for name, comm in comms(device).items() if not (is_narrow and name == "custom")}

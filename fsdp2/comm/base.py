@@ -47,7 +47,7 @@ class Operand(NamedTuple):
 
 
 @dataclass(frozen=True)
-class What:
+class OpInfo:
     """The description of a collective.
 
     Attributes:
@@ -82,17 +82,17 @@ class Collective:
     """A collective over one group, planned once and started in each step. It may be started again before the wait.
 
     Args:
-        what: its description.
+        info: its description.
         call: starts it, without events.
         comm, operands: for an all-gather: the `Comm` that planned it, and the operands that it fills.
     """
 
     def __init__(
-        self, what: What, call: Callable[..., Pending], comm: "Comm | None" = None, operands: Sequence[Operand] = ()
+        self, info: OpInfo, call: Callable[..., Pending], comm: "Comm | None" = None, operands: Sequence[Operand] = ()
     ):
-        self.what, self.call, self.comm, self.operands = what, call, comm, operands
-        kind, fqn = what.kind, what.fqn or ""
-        self.event = kind, fqn, what.numel, what.nbytes, what.dtype, what.group.size()
+        self.info, self.call, self.comm, self.operands = info, call, comm, operands
+        kind, fqn = info.kind, info.fqn or ""
+        self.event = kind, fqn, info.numel, info.nbytes, info.dtype, info.group.size()
         self.waits, self.done = (f"{kind}_wait", fqn), (f"{kind}_done", fqn)
 
     def start(self, *tensors: Tensors) -> Any:
@@ -133,17 +133,17 @@ class Comm(ABC):
         return self.gather_lane(layout, itemsize)
 
     @abstractmethod
-    def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
+    def plan_all_gather(self, operands: Sequence[Operand], info: OpInfo) -> Collective:
         """Fills every operand from all ranks. The caller fills this rank's range before each start."""
 
     @abstractmethod
-    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool) -> Collective:
+    def plan_reduce_scatter(self, bounds: list[Bounds], info: OpInfo, average: bool) -> Collective:
         """Sums each source over the ranks and writes this rank's range, as given by `bounds`, to its output; with
         `average`, divides by the group's size."""
 
-    def plan_all_reduce(self, what: What, average: bool) -> Collective:
+    def plan_all_reduce(self, info: OpInfo, average: bool) -> Collective:
         """Sums a tensor over the ranks in place; with `average`, divides by the group's size."""
-        return Collective(what, partial(_all_reduce, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, what.group))
+        return Collective(info, partial(_all_reduce, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, info.group))
 
 
 def _all_reduce(op: Any, group: dist.ProcessGroup, sources: Tensors, _outputs: Tensors) -> Any:

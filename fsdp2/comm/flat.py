@@ -11,20 +11,20 @@ import torch
 import torch.distributed as dist
 
 from fsdp2._torch import GATHER_OPTIONS, collective_of, scatter_options
-from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Tensors, What
+from fsdp2.comm.base import Bounds, Collective, Comm, Operand, OpInfo, Tensors
 
 
 class FlatComm(Comm):
     """One flat collective. Everything takes the packed lane, so there is one operand, of equal ranges."""
 
-    def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
+    def plan_all_gather(self, operands: Sequence[Operand], info: OpInfo) -> Collective:
         (operand,) = operands
-        output, source = map(_as_numbers, (operand.full, operand.row(what.group.rank())))
-        call = partial(collective_of(what.group, "all_gather_single"), output, source, GATHER_OPTIONS)
-        return Collective(what, call, self, operands)
+        output, source = map(_as_numbers, (operand.full, operand.row(info.group.rank())))
+        call = partial(collective_of(info.group, "all_gather_single"), output, source, GATHER_OPTIONS)
+        return Collective(info, call, self, operands)
 
-    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool) -> Collective:
-        return _reduction(what, average, _scatter, "reduce_scatter_single")
+    def plan_reduce_scatter(self, bounds: list[Bounds], info: OpInfo, average: bool) -> Collective:
+        return _reduction(info, average, _scatter, "reduce_scatter_single")
 
 
 class NcclComm(FlatComm):
@@ -34,19 +34,19 @@ class NcclComm(FlatComm):
     direct_min_bytes = 256 * 1024
     has_average = True
 
-    def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
+    def plan_all_gather(self, operands: Sequence[Operand], info: OpInfo) -> Collective:
         outputs = [_as_numbers(operand.full) for operand in operands]
-        sources = [_as_numbers(operand.row(what.group.rank())) for operand in operands]
-        call = partial(collective_of(what.group, "all_gather_single_coalesced"), outputs, sources)
-        return Collective(what, call, self, operands)
+        sources = [_as_numbers(operand.row(info.group.rank())) for operand in operands]
+        call = partial(collective_of(info.group, "all_gather_single_coalesced"), outputs, sources)
+        return Collective(info, call, self, operands)
 
-    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool) -> Collective:
-        return _reduction(what, average, _scatter_coalesced, "reduce_scatter_single_coalesced")
+    def plan_reduce_scatter(self, bounds: list[Bounds], info: OpInfo, average: bool) -> Collective:
+        return _reduction(info, average, _scatter_coalesced, "reduce_scatter_single_coalesced")
 
 
-def _reduction(what: What, average: bool, scatter: Any, name: str) -> Collective:
+def _reduction(info: OpInfo, average: bool, scatter: Any, name: str) -> Collective:
     options = scatter_options(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
-    return Collective(what, partial(scatter, collective_of(what.group, name), options))
+    return Collective(info, partial(scatter, collective_of(info.group, name), options))
 
 
 def _scatter(method: Any, options: Any, sources: Tensors, outputs: Tensors) -> Any:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2._torch import foreach_copy
-from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, Tensors, What
+from fsdp2.comm.base import Bounds, Collective, Comm, Operand, OpInfo, Pending, Tensors
 
 _WHOLE_BYTES = 64 * 1024  # of an all-reduce; below, a second round of messages costs more than sending everything
 
@@ -87,11 +87,11 @@ def _sizes(bounds: Bounds) -> list[int]:
     return [end - start for start, end in pairwise(bounds)]
 
 
-def _start_sum(what: What, sizes: Sequence[Sequence[int]], add: Add, sources: Tensors, outputs: Tensors) -> Pending:
+def _start_sum(info: OpInfo, sizes: Sequence[Sequence[int]], add: Add, sources: Tensors, outputs: Tensors) -> Pending:
     """Start a reduce-scatter, whose rows `add` sums when all have arrived. The first row is received directly in the
     output if the dtypes match, so two ranks need no extra memory."""
     in_place = sources[0].dtype == outputs[0].dtype
-    group, rank, num_ranks = what.group, what.group.rank(), what.group.size()
+    group, rank, num_ranks = info.group, info.group.rank(), info.group.size()
     if num_ranks == 1:
         foreach_copy(outputs, sources)
         return Messages(group, [])
@@ -100,7 +100,7 @@ def _start_sum(what: What, sizes: Sequence[Sequence[int]], add: Add, sources: Te
     for rows, output in zip(sent, outputs, strict=True):
         into = [output] * in_place + [torch.empty_like(rows[rank]) for _ in range(num_ranks - 1 - in_place)]
         received.append([*into[:rank], rows[rank], *into[rank:]])
-    return Messages(group, _calls(group, received, sent, what.tag), partial(_sum, add, received, outputs))
+    return Messages(group, _calls(group, received, sent, info.tag), partial(_sum, add, received, outputs))
 
 
 def _sum(add: Add, received: Sequence[Tensors], outputs: Tensors) -> None:
@@ -120,19 +120,19 @@ class AllReduced:
     """An all-reduce in flight, done as a reduce-scatter: every rank sums everything, or a part that is gathered
     afterwards."""
 
-    def __init__(self, comm: "GlooComm", what: What, sources: Tensors, outputs: Tensors):
-        size, flat = what.group.size(), sources[0].view(-1)
+    def __init__(self, comm: "GlooComm", info: OpInfo, sources: Tensors, outputs: Tensors):
+        size, flat = info.group.size(), sources[0].view(-1)
         self.gather: Collective | None = None
         bounds: Bounds = range(size + 1)
-        if size <= 2 or what.nbytes <= _WHOLE_BYTES:
+        if size <= 2 or info.nbytes <= _WHOLE_BYTES:
             source, self.row = flat.expand(size, -1), flat[None]
         else:
-            part = -(-what.numel // size)
-            whole = Operand(flat, [min(rank * part, what.numel) for rank in range(size + 1)])
-            source, bounds, self.row = flat, whole.bounds, whole.row(what.group.rank())
-            self.gather = comm.plan_all_gather([whole], replace(what, kind="all_reduce, then"))  # with its own tag
+            part = -(-info.numel // size)
+            whole = Operand(flat, [min(rank * part, info.numel) for rank in range(size + 1)])
+            source, bounds, self.row = flat, whole.bounds, whole.row(info.group.rank())
+            self.gather = comm.plan_all_gather([whole], replace(info, kind="all_reduce, then"))  # with its own tag
         self.sum = torch.empty_like(self.row)
-        self.scattering = comm.plan_reduce_scatter([bounds], what, False).call([source], [self.sum])
+        self.scattering = comm.plan_reduce_scatter([bounds], info, False).call([source], [self.sum])
 
     def wait(self) -> None:
         """See `Pending`."""
@@ -148,15 +148,15 @@ class GlooComm(Comm):
     direct_min_bytes = 512 * 1024  # below, a separate message costs more than the copies: docs/decisions.md
     direct_allows_uneven = True
 
-    def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
+    def plan_all_gather(self, operands: Sequence[Operand], info: OpInfo) -> Collective:
         rows = [full.split_with_sizes(_sizes(bounds)) for full, bounds in operands]
-        mine = [[each[what.group.rank()]] * len(each) for each in rows]
-        return Collective(what, partial(Messages, what.group, _calls(what.group, rows, mine, what.tag)), self, operands)
+        mine = [[each[info.group.rank()]] * len(each) for each in rows]
+        return Collective(info, partial(Messages, info.group, _calls(info.group, rows, mine, info.tag)), self, operands)
 
-    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool, add: Add = _add) -> Collective:
+    def plan_reduce_scatter(self, bounds: list[Bounds], info: OpInfo, average: bool, add: Add = _add) -> Collective:
         """`add` sums rows into an output."""
-        return Collective(what, partial(_start_sum, what, list(map(_sizes, bounds)), add))
+        return Collective(info, partial(_start_sum, info, list(map(_sizes, bounds)), add))
 
-    def plan_all_reduce(self, what: What, average: bool) -> Collective:
+    def plan_all_reduce(self, info: OpInfo, average: bool) -> Collective:
         """Uses tagged messages too: gloo's own all-reduce would sum different tensors if the ranks' orders differ."""
-        return Collective(what, partial(AllReduced, self, what))
+        return Collective(info, partial(AllReduced, self, info))

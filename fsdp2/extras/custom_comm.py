@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, Tensors, What
+from fsdp2.comm.base import Bounds, Collective, Comm, Operand, OpInfo, Pending, Tensors
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import Lane, ShardLayout, choose_lane
 from fsdp2.runtime import hooks
@@ -143,20 +143,20 @@ class CustomComm(Comm):
             return self.base.scatter_lane(layout, itemsize)
         return choose_lane(layout, itemsize, None, self.direct_allows_uneven)
 
-    def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
+    def plan_all_gather(self, operands: Sequence[Operand], info: OpInfo) -> Collective:
         if self.custom_all_gather is None:
-            return self.base.plan_all_gather(operands, what)
-        call = partial(_gather, self.custom_all_gather, operands, what.group)
-        return Collective(what, call, self, operands)
+            return self.base.plan_all_gather(operands, info)
+        call = partial(_gather, self.custom_all_gather, operands, info.group)
+        return Collective(info, call, self, operands)
 
-    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool) -> Collective:
+    def plan_reduce_scatter(self, bounds: list[Bounds], info: OpInfo, average: bool) -> Collective:
         if self.custom_reduce_scatter is None:
-            return self.base.plan_reduce_scatter(bounds, what, average)
+            return self.base.plan_reduce_scatter(bounds, info, average)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        return Collective(what, partial(_scatter, self.custom_reduce_scatter, op, what.group))
+        return Collective(info, partial(_scatter, self.custom_reduce_scatter, op, info.group))
 
-    def plan_all_reduce(self, what: What, average: bool) -> Collective:
-        return self.base.plan_all_reduce(what, average)
+    def plan_all_reduce(self, info: OpInfo, average: bool) -> Collective:
+        return self.base.plan_all_reduce(info, average)
 
 
 def _gather(gather: AllGather, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:

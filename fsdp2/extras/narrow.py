@@ -19,7 +19,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, Tensors, What
+from fsdp2.comm.base import Bounds, Collective, Comm, Operand, OpInfo, Pending, Tensors
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.layout import Lane, ShardLayout
 from fsdp2.runtime import hooks
@@ -41,21 +41,21 @@ class NarrowComm(Comm):
     def scatter_lane(self, layout: ShardLayout, itemsize: int) -> Lane:
         return self.base.scatter_lane(layout, min(itemsize, self.dtype.itemsize))
 
-    def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
-        return self.base.plan_all_gather(operands, what)
+    def plan_all_gather(self, operands: Sequence[Operand], info: OpInfo) -> Collective:
+        return self.base.plan_all_gather(operands, info)
 
-    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, average: bool) -> Collective:
-        wide = what.dtype
+    def plan_reduce_scatter(self, bounds: list[Bounds], info: OpInfo, average: bool) -> Collective:
+        wide = info.dtype
         if wide is None or not wide.is_floating_point or wide.itemsize <= self.dtype.itemsize:
-            return self.base.plan_reduce_scatter(bounds, what, average)
-        sent = replace(what, dtype=self.dtype, nbytes=what.numel * self.dtype.itemsize)
-        call: Call = partial(WideReduceScatter, what.group)
+            return self.base.plan_reduce_scatter(bounds, info, average)
+        sent = replace(info, dtype=self.dtype, nbytes=info.numel * self.dtype.itemsize)
+        call: Call = partial(WideReduceScatter, info.group)
         if isinstance(self.base, GlooComm):
             call = self.base.plan_reduce_scatter(bounds, sent, average, sum_rows).call
         return Collective(sent, partial(_Sent, self.dtype, call))
 
-    def plan_all_reduce(self, what: What, average: bool) -> Collective:
-        return self.base.plan_all_reduce(what, average)
+    def plan_all_reduce(self, info: OpInfo, average: bool) -> Collective:
+        return self.base.plan_all_reduce(info, average)
 
 
 class _Sent:

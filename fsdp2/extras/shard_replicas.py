@@ -84,8 +84,8 @@ class _Plan(ReductionPlan):
         if collective is None:
             group = self.channel.roles.replicate.group
             bounds = range(0, group.size() * inner.segment + 1, inner.segment)
-            what = self.what("reduce_scatter", group, inner.segment)
-            collective = wrapped(self.channel.base.plan_reduce_scatter([bounds], what, average))
+            info = self.info("reduce_scatter", group, inner.segment)
+            collective = wrapped(self.channel.base.plan_reduce_scatter([bounds], info, average))
             self._planned["replicas", average] = collective
         return piece, streams.later(collective.wait, collective.start([kept[-1].view(-1)], [piece]))
 

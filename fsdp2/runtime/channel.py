@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.comm import comm_for
-from fsdp2.comm.base import Comm, What
+from fsdp2.comm.base import Comm, OpInfo
 from fsdp2.mesh import Axis, MeshRoles
 from fsdp2.runtime import hooks
 
@@ -35,8 +35,8 @@ class Channel:
         """The `Comm` for `axis`; for the replicate axis always `base`."""
         return self.base if axis.group is self.roles.replicate_group else self.comm
 
-    def what(
+    def info(
         self, kind: str, group: dist.ProcessGroup, numel: int = 0, nbytes: int = 0, dtype: torch.dtype | None = None
-    ) -> What:
+    ) -> OpInfo:
         """The description of a collective of this unit over `group`."""
-        return What(kind, self.fqn, numel, nbytes, dtype, group, self.roles.device)
+        return OpInfo(kind, self.fqn, numel, nbytes, dtype, group, self.roles.device)

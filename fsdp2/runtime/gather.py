@@ -117,9 +117,9 @@ class Gather:
         if not self.operands:
             return partial(self._finish, storage, None, None)
         collective = self._collective
-        if collective is None or collective.what.fqn is not self._channel.fqn:  # the unit's FQN has changed
-            what = self._channel.what("all_gather", self._axis.group, *self._travels)
-            collective = self._collective = wrapped(self._comm.plan_all_gather(self.operands, what))
+        if collective is None or collective.info.fqn is not self._channel.fqn:  # the unit's FQN has changed
+            info = self._channel.info("all_gather", self._axis.group, *self._travels)
+            collective = self._collective = wrapped(self._comm.plan_all_gather(self.operands, info))
         return partial(self._finish, storage, collective, collective.start())
 
     def _plan(self, shards: Sequence[torch.Tensor], stay: bool) -> list[_Copies]:

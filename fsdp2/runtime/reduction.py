@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2._torch import foreach_divided, hooks_of, post_accumulate_grad_hooks, profiler_is_on
-from fsdp2.comm.base import Collective, What, wrapped
+from fsdp2.comm.base import Collective, OpInfo, wrapped
 from fsdp2.comm.scaling import scaling_for
 from fsdp2.errors import CollectiveError
 from fsdp2.events import profiler_range
@@ -109,9 +109,9 @@ class ReductionPlan:
         self.sink = self.sink_type(self.params)
         self._planned: dict[tuple[str, bool], Collective] = {}  # by kind, and whether they average
 
-    def what(self, kind: str, group: dist.ProcessGroup, numel: int) -> What:
+    def info(self, kind: str, group: dist.ProcessGroup, numel: int) -> OpInfo:
         """The description of a collective of `numel` elements."""
-        return self.channel.what(kind, group, numel, numel * self.dtype.itemsize, self.dtype)
+        return self.channel.info(kind, group, numel, numel * self.dtype.itemsize, self.dtype)
 
     def scatter(self, grads: Tensors, average: bool, streams: Streams) -> tuple[torch.Tensor, Tensors, Wait | None]:
         """[1] [2] Start the reduce-scatter. Returns the flat output, the tensors sent, and the remaining wait."""
@@ -138,8 +138,8 @@ class ReductionPlan:
         bounds = [self.params[at].layout.flat_bounds for at, _ in self.direct]
         if segment:
             bounds.append(range(0, group.size() * segment + 1, segment))
-        what = self.what("reduce_scatter", group, self.scattered)
-        planned = self._planned["scatter", average] = wrapped(comm.plan_reduce_scatter(bounds, what, average))
+        info = self.info("reduce_scatter", group, self.scattered)
+        planned = self._planned["scatter", average] = wrapped(comm.plan_reduce_scatter(bounds, info, average))
         return planned
 
     def over_replicas(
@@ -148,8 +148,8 @@ class ReductionPlan:
         """[4] Start the sum of the flat output over the replicas. Returns the sum, and the remaining wait. Tensors that
         must stay alive until the compute stream has waited are appended to the last argument."""
         if (collective := self._planned.get(("replicas", average))) is None:
-            what = self.what("all_reduce", self.channel.roles.replicate.group, self.numel)
-            collective = self._planned["replicas", average] = wrapped(self.channel.base.plan_all_reduce(what, average))
+            info = self.info("all_reduce", self.channel.roles.replicate.group, self.numel)
+            collective = self._planned["replicas", average] = wrapped(self.channel.base.plan_all_reduce(info, average))
         return flat, streams.later(collective.wait, collective.start([flat], [flat]))
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.comm import comm_for
-from fsdp2.comm.base import Collective, Operand, What, wrapped
+from fsdp2.comm.base import Collective, Operand, OpInfo, wrapped
 from fsdp2.transfer.items import Item, first_of, ranks_for
 from fsdp2.transfer.patience import patience
 
@@ -37,15 +37,15 @@ class Flight:
         if not first_only and not comm.direct_allows_uneven:
             sizes = [max(sizes)] * len(sizes)
         bounds, is_here = [0, *accumulate(sizes)], not first_only or route.me == 0
-        what = What("weights", None, bounds[-1], bounds[-1], torch.uint8, group, route.device)
+        info = OpInfo("weights", None, bounds[-1], bounds[-1], torch.uint8, group, route.device)
         received = torch.empty(bounds[-1] if is_here else 0, dtype=torch.uint8, device=route.device)
         self.rows = [received[start:end] for start, end in pairwise(bounds)] if is_here else []
         self._patience_s = route.patience_s
         self.own = self.rows[route.me] if is_here else received.new_empty(sizes[route.me])
         if first_only:
-            collective = Collective(what, partial(_to_first, group, self.own, self.rows))
+            collective = Collective(info, partial(_to_first, group, self.own, self.rows))
         else:
-            collective = comm.plan_all_gather([Operand(received, bounds)], what)
+            collective = comm.plan_all_gather([Operand(received, bounds)], info)
         self._collective = wrapped(collective)
         self._started: Any = None
 

@@ -98,15 +98,15 @@ class Watched(Collective):
     """A collective that is recorded in the group's trail at its start, and whose errors are explained."""
 
     def __init__(self, inner: Collective):
-        what = inner.what
-        super().__init__(what, inner.call, inner.comm, inner.operands)
+        info = inner.info
+        super().__init__(info, inner.call, inner.comm, inner.operands)
         self._exchange = Exchange(
-            what.kind.replace("_", "-"), what.fqn, what.group, what.numel, what.nbytes, what.dtype, what.device
+            info.kind.replace("_", "-"), info.fqn, info.group, info.numel, info.nbytes, info.dtype, info.device
         )
         self._trail = self._exchange.trail
         self._numbers, self._number = self._trail.numbers, self._exchange.number
         self._device = self._exchange.device
-        self._reduces = what.kind in ("reduce_scatter", "all_reduce")
+        self._reduces = info.kind in ("reduce_scatter", "all_reduce")
         self._shapes: list[list[tuple[int, torch.dtype, torch.device]]] = []
         self._trail.known[self._number] = self
 
@@ -151,7 +151,7 @@ class Watched(Collective):
         call = self.call
         if self.comm is not None:
             operands = [Operand(full.new_zeros(full.numel()), bounds) for full, bounds in self.operands]
-            call = self.comm.plan_all_gather(operands, self.what).call
+            call = self.comm.plan_all_gather(operands, self.info).call
         tensors = [[torch.zeros(n, dtype=dtype, device=device) for n, dtype, device in each] for each in self._shapes]
         return call(*tensors).wait
 

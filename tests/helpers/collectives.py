@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.base import Collective, Comm, Operand, Tensors, What
+from fsdp2.comm.base import Collective, Comm, Operand, OpInfo, Tensors
 
 
 def world() -> dist.ProcessGroup:
@@ -25,8 +25,8 @@ class Scatter(NamedTuple):
 
 
 def all_gather(comm: Comm, operands: Sequence[Operand], group: dist.ProcessGroup) -> Callable[[], None]:
-    what = what_of("all_gather", [operand.full for operand in operands], group)
-    return started(comm.plan_all_gather(operands, what))
+    info = info_of("all_gather", [operand.full for operand in operands], group)
+    return started(comm.plan_all_gather(operands, info))
 
 
 def reduce_scatter(
@@ -34,21 +34,21 @@ def reduce_scatter(
 ) -> Callable[[], None]:
     sources = [each.source.full for each in scatters]
     outputs = [each.output for each in scatters]
-    what = what_of("reduce_scatter", sources, group)
+    info = info_of("reduce_scatter", sources, group)
     bounds = [each.source.bounds for each in scatters]
-    return started(comm.plan_reduce_scatter(bounds, what, average), sources, outputs)
+    return started(comm.plan_reduce_scatter(bounds, info, average), sources, outputs)
 
 
 def all_reduce(
     comm: Comm, tensor: torch.Tensor, group: dist.ProcessGroup, average: bool, fqn: str = ""
 ) -> Callable[[], None]:
-    what = what_of("all_reduce", [tensor], group, fqn)
-    return started(comm.plan_all_reduce(what, average), [tensor], [tensor])
+    info = info_of("all_reduce", [tensor], group, fqn)
+    return started(comm.plan_all_reduce(info, average), [tensor], [tensor])
 
 
-def what_of(kind: str, tensors: Tensors, group: dist.ProcessGroup, fqn: str = "") -> What:
+def info_of(kind: str, tensors: Tensors, group: dist.ProcessGroup, fqn: str = "") -> OpInfo:
     numel, nbytes = sum(tensor.numel() for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
-    return What(kind, fqn, numel, nbytes, tensors[0].dtype, group, tensors[0].device)
+    return OpInfo(kind, fqn, numel, nbytes, tensors[0].dtype, group, tensors[0].device)
 
 
 def started(collective: Collective, *tensors: Tensors) -> Callable[[], None]:
