@@ -187,7 +187,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if kind != stepper.kind.__name__ or _as_list(split) != _as_list(stepper.split):
                 raise MismatchError(
                     f"MatrixOptimizer: param group {index} is of {stepper.kind.__name__} with split={stepper.split}, "
-                    f"and the state that was loaded of {kind} with split={split}. Make the groups as they were."
+                    f"but the loaded state is of {kind} with split={split}. Use the groups that were saved."
                 )
 
     def _current_plan(self) -> Plan:

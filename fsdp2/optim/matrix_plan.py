@@ -76,14 +76,14 @@ class Stepper:
             inner = kind([{**own, "params": stand_ins}], **options)
         except (ValueError, RuntimeError, TypeError) as error:
             raise ArgumentError(
-                f"matrix_optimizer: {kind.__name__} refuses {names[0]} and the others of param group {index}: {error}. "
+                f"matrix_optimizer: {kind.__name__} rejects {names[0]} and the others of param group {index}: {error}. "
                 "Put embeddings, norms, biases and heads into a group with another kind, such as {'params': [...], "
                 "'kind': torch.optim.AdamW, 'lr': 3e-4}."
             ) from error
         if inner.state:
             raise ArgumentError(
-                f"matrix_optimizer: {kind.__name__} makes state when it is created, for parameters that are not there "
-                "yet: expected one that makes it in its first step"
+                f"matrix_optimizer: {kind.__name__} creates state in its constructor, before it has parameters: "
+                "expected one that creates it in its first step"
             )
         return Stepper(kind, inner, split)
 

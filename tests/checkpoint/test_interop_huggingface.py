@@ -83,7 +83,7 @@ def test_torch_files(tmp_path: Path) -> None:
         ('{"weight_map": []}', "has no weight_map"),
         ("{", "not valid JSON"),
         ('{"weight_map": {"0.weight": "model-00009-of-00002.safetensors"}}', "is missing"),
-        ('{"weight_map": {"other": "model-00001-of-00002.safetensors"}}', "has no 'other'"),
+        ('{"weight_map": {"other": "model-00001-of-00002.safetensors"}}', "lacks 'other'"),
     ],
 )
 def test_damaged_index(tmp_path: Path, content: str, message: str) -> None:

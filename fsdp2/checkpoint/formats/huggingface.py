@@ -88,7 +88,7 @@ def open_huggingface(storage: Storage, path: str) -> Catalog:
             header = read_header(reader, place)
         for name in [name for name in listed if listed[name] == file] if listed is not None else ():
             if name not in header.tensors and name not in header.unread:
-                raise CorruptError(f"{storage.join(path, file)}: has no '{name}', which the index says it has")
+                raise CorruptError(f"{storage.join(path, file)}: lacks '{name}', which the index lists")
         left_out.update(header.unread)
         for name, stored in header.tensors.items():
             if listed is None or listed.get(name) == file:

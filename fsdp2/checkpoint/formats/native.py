@@ -87,16 +87,13 @@ def read_header(reader: Reader, path: str, expected: tuple[int, str] | None = No
     """
     if expected is not None and reader.size != expected[0]:
         raise CorruptError(
-            f"{path}: has {reader.size} bytes, and the manifest lists {expected[0]}: it was cut or written to"
+            f"{path}: has {reader.size} bytes, and the manifest lists {expected[0]}: it was truncated or changed"
         )
     start = bytearray(8)
     reader.read_into(0, memoryview(start))
     length = int.from_bytes(start, "little")
     if length > MAX_HEADER_BYTES or 8 + length > reader.size:
-        raise CorruptError(
-            f"{path}: claims a header of {length} bytes; it was cut off while it was written, or is not a safetensors "
-            "file"
-        )
+        raise CorruptError(f"{path}: claims a header of {length} bytes; it is incomplete, or not a safetensors file")
     text = _read_text(reader, 8, length)
     crc = f"{zlib.crc32(text, zlib.crc32(start)):08x}"
     if expected is not None and crc != expected[1]:
@@ -172,7 +169,7 @@ class NativeCatalog(Catalog):
         """A tensor of the extra state."""
         held = self._rank_file(file, None)
         if name not in held.header.tensors:
-            raise CorruptError(f"{held.path}: has no '{name}', which the manifest says it has")
+            raise CorruptError(f"{held.path}: lacks '{name}', which the manifest lists")
         box = whole(held.header.tensors[name].shape)
         return self._piece_of(held, name, box)
 

@@ -113,9 +113,9 @@ class _Conversion:
             known = KNOWN.get(type(operation).__name__)
             if known is None or not (len(values) == 1 or known in OF_SEVERAL):
                 raise UnsupportedError(
-                    f"load: transformers makes '{self.name}' of {', '.join(map(repr, self.sources))} by "
-                    f"{type(operation).__name__}, which fsdp2 cannot do while it reads. Say with sources= what it is "
-                    "made of, or load with from_pretrained before sharding"
+                    f"load: transformers builds '{self.name}' from {', '.join(map(repr, self.sources))} by "
+                    f"{type(operation).__name__}, which fsdp2 does not support. Give its source with sources=, or load "
+                    "with from_pretrained before sharding"
                 )
             values = known(self, operation, values)
             if not values:

@@ -53,7 +53,7 @@ def unpickle(file: Any, where: str, allowed: Container[str], persistent: Callabl
             raise ValueError("a name that is too long")
         kind = f"{'builtins' if module == '__builtin__' else module}.{name}"
         if kind not in allowed:
-            raise CorruptError(f"{where}: asks for {kind[:200]}, which no such file needs. Nothing has been executed.")
+            raise CorruptError(f"{where}: refers to {kind[:200]}, which no such file needs. Nothing was executed.")
         return Note(kind)
 
     reader: Any = _Reader(file)

@@ -60,8 +60,8 @@ def _write(*lines: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp2.checkpoint",
-        description="Look at, check, convert and thin out checkpoints. A FOLDER may be a URL (s3://...).",
-        epilog="Exit codes: 0 all is well, 1 damaged, 2 wrong call or no checkpoint.",
+        description="Describe, verify, convert and prune checkpoints. A FOLDER may be a URL (s3://...).",
+        epilog="Exit codes: 0 success, 1 damaged, 2 invalid arguments or no checkpoint.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -74,20 +74,20 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("folder", metavar="FOLDER")
     one.add_argument("--tensors", metavar="PATTERN", nargs="?", const="*", help='list tensors ("layers.0.*")')
 
-    one = add("verify", _verify, "read everything and say whether it is damaged")
+    one = add("verify", _verify, "read everything and report damage")
     one.add_argument("folder", metavar="FOLDER", help="a checkpoint, or the folder of a run for all of its")
 
     one = add("convert", _convert, "rewrite the model as whole tensors, with Hugging Face's index")
     one.add_argument("source", metavar="SOURCE", help="any checkpoint that load() takes")
-    one.add_argument("target", metavar="TARGET", help="a folder that is not there yet")
+    one.add_argument("target", metavar="TARGET", help="a folder that does not exist yet")
     one.add_argument("--dtype", choices=DTYPES, help="convert the floating point tensors")
     one.add_argument("--overwrite", action="store_true", help="replace a checkpoint, once the new one is complete")
 
     one = add("prune", _prune, "delete old checkpoints of a run")
     one.add_argument("folder", metavar="RUN")
-    one.add_argument("--keep", type=int, metavar="N", required=True, help="how many of the newest stay")
+    one.add_argument("--keep", type=int, metavar="N", required=True, help="how many of the newest to keep")
     one.add_argument("--every", type=int, metavar="STEPS", help="also keep multiples of this")
-    one.add_argument("--verify", action="store_true", help="only those that were read to the end count as sound")
+    one.add_argument("--verify", action="store_true", help="count only those that verify as sound")
     return parser
 
 

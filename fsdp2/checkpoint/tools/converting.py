@@ -74,7 +74,7 @@ def convert(
     options = SaveOptions(True, max_file_bytes, overwrite, timeout_s=600.0)
     to = None if dtype is None else name_of(dtype)
     if dtype is not None and to not in FLOATS:
-        raise ArgumentError(f"convert: dtype is a floating point type of 16 bits or more; got {dtype}")
+        raise ArgumentError(f"convert: expected a floating-point dtype of 16 bits or more, got {dtype}")
     storage, path = storage_of(target)
     free_name(storage, path, overwrite)
     if not storage.renames and storage.names(path):
