@@ -122,7 +122,7 @@ def test_a_checkpoint_that_was_set_aside_is_not_replaced_unasked(rank: int, worl
         set_aside(path, NONCES[0])
     dist.barrier()
     assert checkpoint.latest(tmp_path) == str(path)
-    with pytest.raises(CheckpointError, match=r"is a checkpoint already \(it lies in .*\.old-step-00000001-0{12}"):
+    with pytest.raises(CheckpointError, match=r"is a checkpoint already \(it is in .*\.old-step-00000001-0{12}"):
         save(tmp_path, 2.0, step=1)
     dist.barrier()
     assert value_at(path) == 1.0

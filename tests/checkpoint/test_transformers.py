@@ -119,7 +119,9 @@ def test_an_operation_that_is_not_known(tmp_path: Path, monkeypatch: pytest.Monk
     expected = written(0, tmp_path, large)
     model = large()
     monkeypatch.delitem(transformers_weights.KNOWN, "MergeModulelist")
-    with pytest.raises(UnsupportedError, match=r"'model.layers.0.mlp.experts.\w+' from .* by MergeModulelist.*sources="):
+    with pytest.raises(
+        UnsupportedError, match=r"'model.layers.0.mlp.experts.\w+' from .* by MergeModulelist.*sources="
+    ):
         checkpoint.load(tmp_path, model=model)
     part = "model.layers.0.block_sparse_moe.experts"
     down = stacked(*(f"{part}.{number}.w2.weight" for number in range(8)))

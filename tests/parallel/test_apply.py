@@ -260,7 +260,7 @@ def blocks(what: Any) -> Callable[[Any], Any]:
 PLANS: list[tuple[Any, type[Exception], str]] = [
     (None, ArgumentError, "tensor = 2 needs a plan, and NoPlan has none; pass tp_plan="),
     ({"layers.*.2": "colwise"}, ArgumentError, "tp_plan: no module of this NoPlan is named 'layers.*.2'"),
-    ({"layers.*.0": "packed"}, UnsupportedError, "wants the style 'packed', which is not one of colwise, row"),
+    ({"layers.*.0": "packed"}, UnsupportedError, "has the style 'packed', which is not one of colwise, row"),
     ({"layers.*.1": "colwise"}, ArgumentError, "'layers.0.1' is a LayerNorm; ColwiseParallel splits Linear"),
 ]
 AUTO = ParallelConfig()
@@ -272,12 +272,12 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (blocks(3), ArgumentError, "parallelize: the model has no module 3. At its top"),
     (blocks(by_size(1e9)), ArgumentError, "auto_shard: by_size(1,000,000,000) chooses no module below the root"),
     (split_already, MisuseError, "tp_plan: 'blocks.0.attention.query' has DTensors for parameters already"),
-    (tied_and_split_differently, ArgumentError, "'embed.weight' and 'head.weight' are one weight, but it was split"),
+    (tied_and_split_differently, ArgumentError, "'embed.weight' and 'head.weight' are one weight, but would be split"),
     (lambda model: parallelize(model, config_of({"shard": 3})), ArgumentError, "2 ranks, but 3 (shard). Change a deg"),
     (
         lambda model: parallelize(model, config_of({"shard": 2}), meshes=build_meshes(config_of(REPLICAS), "cpu")),
         ArgumentError,
-        "parallelize: the meshes have other degrees, {'pipeline': 1, 'replicate': 2",
+        "parallelize: the meshes have the degrees {'pipeline': 1, 'replicate': 2",
     ),
     (lambda model: parallelize(model, AUTO, mesh=None), ArgumentError, "makes the mesh from the config's degrees"),
     (

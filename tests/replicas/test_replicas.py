@@ -105,7 +105,7 @@ def test_what_cannot_work_is_an_error(rank: int, world_size: int, address: str) 
         Replicas(model, optimizer, manager)
     model = net(0)
     fsdp2.fully_shard(model, ignored_params={model[0].weight})
-    with pytest.raises(UnsupportedError, match=r"'0\.weight' is trained and not sharded"):
+    with pytest.raises(UnsupportedError, match=r"'0\.weight' is trainable and not sharded"):
         Replicas(model, torch.optim.SGD(model.parameters()), manager)
     manager.shutdown()
     with pytest.raises(ArgumentError, match="expected host:port of a store"):
