@@ -31,7 +31,7 @@ MAX_PYTHON_CALLS = 112
 MAX_C_CALLS = 146
 # Of the Python calls: those of packages that a plain unit should not need.
 MAX_CALLS_OF = {"watch": 6, "checks": 0, "extras": 0, "disk": 0}
-MAX_CORE_LINES = 5_891
+MAX_CORE_LINES = 5_890
 MAX_OF_A_CLASS = (300, 14, 40)
 # (module of the core, module outside of it)
 KNOWN_IMPORTS: list[tuple[str, str]] = []
