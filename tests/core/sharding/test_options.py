@@ -26,6 +26,9 @@ def norm_apart(param: nn.Parameter) -> ShardPlacementResult | None:
 
 Mistake = Callable[[Any], object]
 REFUSED: dict[str, tuple[type[FSDPError], Mistake]] = {
+    "give only one": (ArgumentError, lambda m: shard(m, zero=ZeroPolicy(2), reshard_after_forward=True)),
+    "shard_size makes the mesh": (ArgumentError, lambda m: shard(m, zero=ZeroPolicy(3, 2), mesh=mesh_2d(1, 2))),
+    "need stage 3": (ArgumentError, lambda m: ZeroPolicy(2, secondary_shard_size=2)),
     "stage 0 shards nothing": (ArgumentError, lambda m: ZeroPolicy(0, shard_size=2)),
     "not both": (ArgumentError, lambda m: ZeroPolicy(3, secondary_shard_size=2, shard_replicas=True)),
     "shard_replicas": (UnsupportedError, lambda m: shard(m, zero=ZeroPolicy(3, 1, None, True), mp_policy=INT8)),

@@ -109,7 +109,7 @@ def test_stage_0_keeps_one_copy(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_mistakes(rank: int, world_size: int) -> None:
-    """Others are in `helpers/options.py`."""
+    """Others are in `test_options.py`."""
     with pytest.raises(ArgumentError, match="ZeroPolicy"):
         ZeroPolicy(4)
     model = nn.Linear(2, 2)
