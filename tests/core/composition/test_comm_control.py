@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
 from fsdp2 import events
+from tests.helpers.collectives import Gathers, Scatters
 from tests.helpers.models import check_step, linears, run_step
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.one_process import check, in_units
-from tests.helpers.collectives import Gathers, Scatters
 from tests.helpers.parity_models import (
     Layers,
     Stack,
