@@ -56,7 +56,7 @@ def started(collective: Collective, *tensors: Tensors) -> Callable[[], None]:
 
 
 class Gathers:
-    """An all-gather of the user's own."""
+    """An all-gather of the user's own, by the backend's list form."""
 
     calls = 0
 
@@ -65,12 +65,17 @@ class Gathers:
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         self.calls += 1
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        outputs = list(output_tensor.chunk(group.size()))
+        return dist.all_gather(outputs, input_tensor.clone(), group=group, async_op=async_op)
 
 
 class Scatters(Gathers):
-    """A reduce-scatter of the user's own."""
+    """A reduce-scatter of the user's own, as an all-reduce of everything."""
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
         self.calls += 1
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
+        whole = input_tensor.clone()
+        dist.all_reduce(whole, group=group, op=dist.ReduceOp.SUM)
+        if op == dist.ReduceOp.AVG:
+            whole /= group.size()
+        output_tensor.copy_(whole.chunk(group.size())[group.rank()])
