@@ -63,13 +63,3 @@ def test_a_batch_is_its_rows(out_dtype: torch.dtype) -> None:
             assert torch.equal(own_q, q[i, j]) and torch.equal(own_scales, scales[i, j])
             want = there_and_back(values[i, j], 32).to(out_dtype)
             assert torch.equal(target[i, j, 10:110], want)
-
-
-def test_bytes_and_determinism() -> None:
-    """A quarter of fp32's bytes and 1.6 %; the same bits each time; the input is only read."""
-    values = torch.randn(256 * 1000)
-    before = values.clone()
-    q, scales = quantise(values)
-    assert (q.nbytes + scales.nbytes) / values.nbytes == 0.25 * (1 + 4 / 256)
-    assert all(map(torch.equal, quantise(values), (q, scales))) and torch.equal(values, before)
-    assert [each.shape for each in quantise(torch.empty(3, 0))] == [(3, 0), (3, 0)]

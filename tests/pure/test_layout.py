@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdp2.extras.tiles import part_of
-from fsdp2.layout import Lane, ShardLayout, choose_lane, pack, strides
+from fsdp2.layout import Lane, ShardLayout, choose_lane, pack
 from fsdp2.runtime.gather import interleave
 from fsdp2.runtime.step import Pass
 
@@ -24,11 +24,6 @@ def test_chunks_are_those_of_torch_chunk(size: int, parts: int) -> None:
     expected += [[] for _ in range(parts - len(expected))]
     bounds = ShardLayout((size,), 0, parts).bounds
     assert [whole[bounds[r] : bounds[r + 1]].tolist() for r in range(parts)] == expected
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (4, 0, 2), (2, 3, 4)])
-def test_strides_are_torchs(shape: tuple[int, ...]) -> None:
-    assert strides(shape) == torch.empty(shape).stride()
 
 
 @pytest.mark.parametrize("parts", PARTS)

@@ -108,19 +108,11 @@ def tied() -> nn.Module:
     return model
 
 
-def frozen_stack() -> nn.Module:
-    model = stack(hidden=64)
-    for block in model.blocks:
-        block.up.requires_grad_(False)
-    return model
-
-
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "uneven": (stack, {}),
     "dim_1": (lambda: stack(hidden=600), {"shard_placement_fn": shard_dim_1}),
     "channels_last": (Convolutions, {}),
     "tied": (tied, {}),
-    "frozen": (frozen_stack, {}),
     "bf16": (stack, {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, all_gather_dtype=torch.int8)}),
 }
 
