@@ -80,7 +80,8 @@ def test_channels_last(rank: int, world_size: int, setting: str, dim: int) -> No
         )
     model(batch(0, rank))
     assert inside == wanted
-    model.reshard()
+    for unit in (*model.children(), model):
+        unit.reshard()
     assert {name: param.stride() for name, param in model.named_parameters()} == wanted
     assert model.second.weight.placements[-1] == Shard(dim)
 
