@@ -66,6 +66,7 @@ def test_files_that_cannot_grow(tmp_path: Path, victim: int, limit: int) -> None
     assert outcomes[victim].raised("OSError"), outcomes
     assert outcomes[1 - victim].raised("CheckpointError")
     assert f"rank {victim}: OSError" in outcomes[1 - victim].text and "too large" in outcomes[1 - victim].text
+    assert not [*tmp_path.glob(".tmp-*/*")], "the dead save takes room"
     assert_all_ok(run(retry, root))
 
 
