@@ -313,7 +313,7 @@ def test_ranks_that_differ(rank: int, world_size: int, what: str) -> None:
 def test_what_is_no_matrix(rank: int, world_size: int) -> None:
     """An error, where others fall back to AdamW without a word (NVIDIA/Megatron-LM issue 5961)."""
     vector = sharded([value(0, (6,), 0)])
-    with pytest.raises(ArgumentError, match=r"Muon refuses parameter 0 of group 0.*another kind") as error:
+    with pytest.raises(ArgumentError, match=r"Muon rejects parameter 0 of group 0.*another kind") as error:
         matrix_optimizer(torch.optim.Muon, vector)
     assert isinstance(error.value.__cause__, ValueError)
     with pytest.raises(ArgumentError, match=r"'norm\.weight': split=2 divides the rows of matrices"):
@@ -321,7 +321,7 @@ def test_what_is_no_matrix(rank: int, world_size: int) -> None:
     with pytest.raises(ArgumentError, match="split= is for whole matrices, and AdamW has none"):
         matrix_optimizer(torch.optim.AdamW, [{"params": vector, "split": 2}])
     optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()[:1]))
-    with pytest.raises(ArgumentError, match="Muon refuses"):
+    with pytest.raises(ArgumentError, match="Muon rejects"):
         optimizer.add_param_group({"params": vector})
     assert len(optimizer.param_groups) == 1
 
