@@ -77,7 +77,8 @@ def test_tied_names_and_values_come_along(tmp_path: Path) -> None:
     assert_loads(tmp_path / "new", model)
 
 
-def test_dtype_is_that_of_the_models_floats_alone(tmp_path: Path) -> None:
+def test_to_bfloat16(tmp_path: Path) -> None:
+    """Integers, fp8 and the optimizer keep their dtypes."""
     model = {
         "f32": value_of("a", (40, 3)),
         "f16": value_of("b", (5,), torch.float16),

@@ -66,6 +66,7 @@ AMPLIFIED = {
 
 @pytest.mark.parametrize("kind", AMPLIFIED)
 def test_pickles_that_make_much_of_little(kind: str) -> None:
+    """A small pickle must not fill the memory."""
     program = b"\x80\x02" + AMPLIFIED[kind]
     tracemalloc.start()
     with suppress(CorruptError):

@@ -90,7 +90,7 @@ HEADERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", HEADERS)
-def test_hostile_headers(plain: Path, what: str) -> None:
+def test_a_header_that_lies(plain: Path, what: str) -> None:
     header = HEADERS[what]
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     with pytest.raises(CorruptError, match="file"):
@@ -102,6 +102,7 @@ def test_hostile_headers(plain: Path, what: str) -> None:
 
 
 def test_the_header_that_they_vary_is_sound() -> None:
+    """The headers of the other tests are changes of this one."""
     text = json.dumps({"a": row(0, 16), "b": row(16, 16, [0, 7])}).encode()
     assert parse_header(text, "file", 8 + len(text) + 16).tensors["a"].nbytes == 16
 
@@ -179,8 +180,8 @@ BODIES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("what", BODIES)
-def test_hostile_manifests(folder: Path, what: str) -> None:
-    """With the right checksum."""
+def test_a_forged_manifest(folder: Path, what: str) -> None:
+    """Its checksum is right, and yet a load refuses it."""
     edit_body(folder, lambda body: BODIES[what](body) and None)
     into, everything = empty(), {"loader": Everything(), "words": Everything()}
     moments = {"moment.embed": torch.zeros(40, 3)}
@@ -192,13 +193,13 @@ NONE = [b"", b"{}", b"null", b'{"crc32": "0", "body": {}}', b"[" * 10**5]
 
 
 @pytest.mark.parametrize("text", NONE, ids=lambda text: repr(text)[:40])
-def test_manifests_that_are_none(text: bytes) -> None:
+def test_a_manifest_that_is_empty_or_no_json_object(text: bytes) -> None:
     with pytest.raises(CorruptError, match=MANIFEST):
         Manifest.parse(text, MANIFEST)
 
 
 @pytest.mark.parametrize("what", ["other parameters", "state of a size that no file holds"])
-def test_what_a_manifest_cannot_do_to_an_optimizer(what: str, tmp_path: Path) -> None:
+def test_adam_resumes_from_a_forged_manifest(what: str, tmp_path: Path) -> None:
     model, optimizer = adam()
     folder = tmp_path / "a"
     checkpoint.save(folder, model=model, optimizer=optimizer)
@@ -217,7 +218,7 @@ def test_what_a_manifest_cannot_do_to_an_optimizer(what: str, tmp_path: Path) ->
         checkpoint.load(folder, model=other, optimizer=fresh)
 
 
-def test_what_a_rank_file_says_of_itself(folder: Path) -> None:
+def test_a_forged_file_of_a_rank(folder: Path) -> None:
     """With all checksums right."""
     victim = next(folder.glob("model-*"))
     raw, manifest = victim.read_bytes(), (folder / MANIFEST).read_bytes()
@@ -246,6 +247,7 @@ def test_what_a_rank_file_says_of_itself(folder: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cases", [CASES, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_fuzz(tmp_path: Path, cases: int) -> None:
+    """Any folder with random damage loads what was saved, or raises `CheckpointError`."""
     corpus = Corpus(tmp_path.resolve())
 
     @settings(

@@ -108,6 +108,8 @@ def step(model: nn.Module, optimizers: Any, number: int) -> torch.Tensor:
 @on_ranks(2)
 @pytest.mark.parametrize("named", [False, True])
 def test_two_optimizers_of_one_model(rank: int, world_size: int, named: bool, tmp_path: Path) -> None:
+    """Muon for the matrices and AdamW for the rest, saved together."""
+
     def form(optimizers: list[torch.optim.Optimizer]) -> Any:
         return dict(zip(("muon", "adamw"), optimizers, strict=True)) if named else optimizers
 

@@ -129,6 +129,7 @@ def load_in_layout(rank: int, world_size: int, folder: str, layout: str) -> None
     "layout", ["fsdp-1", "fsdp-2", "fsdp-3", "dim1-2", "dim1-3", "hsdp2x2-4", "tp-fsdp-4", "tp-dim1-4"]
 )
 def test_bits_are_those_of_one_process(layout: str, tmp_path: Path) -> None:
+    """Renamed, split and fused weights, loaded into each layout."""
     write(tmp_path)
     run_on_ranks(load_in_layout, LAYOUTS[layout].world_size, folder=str(tmp_path), layout=layout)
 
@@ -201,7 +202,7 @@ def test_tied_weights(rank: int, world_size: int, load: Any, tmp_path: Path) -> 
         (stored("t").T.narrow(0, 0, 3), r"model 'w': stored with shape \[3, 5\], here \[7, 5\]"),
     ],
 )
-def test_mistakes_are_named(source: Any, message: str, tmp_path: Path) -> None:
+def test_a_source_that_does_not_fit(source: Any, message: str, tmp_path: Path) -> None:
     write(tmp_path)
     target = {"w": torch.full((7, 5), 3.0)}
     with pytest.raises(MismatchError, match=message):

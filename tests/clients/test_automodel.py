@@ -43,4 +43,5 @@ def script(replicate: int, activation_checkpointing: bool) -> Run:
 
 @pytest.mark.parametrize(("ranks", "replicate"), [(2, 1), (4, 2)])
 def test_trains_as_on_torch(ranks: int, replicate: int) -> None:
+    """With the parallelizer of NeMo Automodel."""
     run_both(script, ranks, replicate=replicate, activation_checkpointing=replicate == 1).assert_equal()

@@ -152,6 +152,7 @@ def test_two_forwards_before_a_backward(rank: int, world_size: int, reshards: bo
 def test_checkpointing_and_a_tower_that_runs_twice(
     rank: int, world_size: int, reshards: bool, use_reentrant: bool
 ) -> None:
+    """In a step in which only some ranks have images."""
     plain, model = pair(
         POLICIES["runs_if"], lambda: VisionLanguage(use_reentrant, times=2), reshard_after_forward=reshards
     )
@@ -263,6 +264,7 @@ def test_prefetching_around_a_tower_that_one_rank_runs(rank: int, world_size: in
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stages_of_zero(rank: int, world_size: int, stage: int) -> None:
+    """An optional tower trains as in one process."""
     zero = fsdp2.ZeroPolicy(stage=stage)
     plain = VisionLanguage()
     model: Any = copy.deepcopy(plain)
