@@ -247,7 +247,7 @@ def test_a_forged_file_of_a_rank(folder: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cases", [CASES, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_fuzz(tmp_path: Path, cases: int) -> None:
-    """Any folder with random damage loads what was saved, or raises `CheckpointError`."""
+    """Any folder with random damage loads what was saved, or raises one of our errors."""
     corpus = Corpus(tmp_path.resolve())
 
     @settings(
