@@ -86,15 +86,15 @@ def fully_shard(
         offload_policy: `CPUOffloadPolicy` keeps sharded parameters, gradients and optimizer state in host memory;
             `Offload` keeps some of them there, or in files.
         ignored_params: parameters that are not sharded, moved or reduced.
-        dp_mesh_dims: a `DataParallelMeshDims`: the data-parallel axes of `mesh`, which is then the full SPMD mesh on
-            which all parameters are DTensors. With replicate axes only, nothing is sharded.
+        dp_mesh_dims: a `DataParallelMeshDims` names the data-parallel axes of `mesh`. All parameters must be DTensors
+            on that whole mesh. With replicate axes only, nothing is sharded.
         zero: a `ZeroPolicy`: the stage of ZeRO, that is, what is sharded and when.
         optional: True, or an `OptionalPolicy` with details, if some ranks may not run `module` in a forward. This
             applies to the units below `module` too. Not for the root.
 
     Raises:
         ArgumentError: the mesh, an argument or a parameter is unsuitable; the message names it.
-        MisuseError: a module is already sharded, or appears twice in the list.
+        MisuseError: a module is already sharded, or appears twice in the list; or a 2-D mesh has no names.
         OrderError: a module that contains this one was sharded earlier, together with its parameters.
         UnsupportedError: the options cannot be combined.
 
@@ -149,8 +149,8 @@ class Draft:
 
     Attributes:
         managed: the modules whose parameters it will manage, with names.
-        planned, tied: the parameters of `places`: its own, and those of other units with their names and slots here.
-        smaller: maps a parameter's roles to those on the smaller mesh to reshard to after forward, if there is one.
+        planned, tied: the parameters in `places` that it owns; those that other units own, with names and slots here.
+        smaller: for each `MeshRoles`, those of the smaller mesh to reshard to after forward, if there is one.
     """
 
     placing: Placing

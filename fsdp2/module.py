@@ -27,9 +27,9 @@ _swapped_classes: dict[type, type] = {}
 def swapped_class(original: type) -> type:
     """`original` with the FSDP methods added; one class for each original."""
     if original not in _swapped_classes:
-        # Other code reads both names. transformers initialises modules with its own `__module__` differently from
-        # users' modules, and looks up by the class's str, which contains both, the outputs that a model can record
-        # (`output_hidden_states`).
+        # Other code reads both names. transformers initialises its own modules (by `__module__`) differently from
+        # users'. It finds the outputs that a model can record (`output_hidden_states`) by the class's str, which has
+        # both.
         names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
         _swapped_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), names)
     return _swapped_classes[original]
@@ -58,7 +58,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
     """The methods that `fully_shard` adds to a module. The setters are in `Settings`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A plain module of the original class. (A sliced container calls its own class to make a new one.)"""
+        """A plain module of the original class. (Slicing an `nn.Sequential` calls its class.)"""
         original = original_class(cls)
         module = original.__new__(original, *args, **kwargs)
         module.__init__(*args, **kwargs)
@@ -119,7 +119,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The module's own `zero_grad`, applied also to the sharded parameters of units that are currently unsharded.
-        It warns about unreduced gradients, and does not clear those of units that are currently sharded. With
+        It warns about unreduced gradients, and clears them only in units that are currently unsharded. With
         ``set_to_none=False`` it waits for steps that still read the gradients (`offload_optimizer`)."""
         for unit in units_below(self):
             for group in unit.groups:
@@ -140,8 +140,8 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
 
         Waits for communication in flight, reshards all units, and drops unreduced gradients; with `share_comm_ctx`,
         also other roots' gradients that are being reduced. The `.grad` of sharded parameters stays. Does nothing before
-        the first forward. Raises `OrderError` if this module is not the root, or if, with `share_comm_ctx`, another
-        root's ``finalize_backward(async_op=True)`` has not been waited for.
+        the first forward or `unshard`. Raises `OrderError` if this module is not the root, or if, with
+        `share_comm_ctx`, another root's ``finalize_backward(async_op=True)`` has not been waited for.
         """
         unit = unit_for(self)
         if unit.step is not None and unit.step.root() is not unit:

@@ -1,14 +1,14 @@
 """Save: what is written, where, and when it is committed. Layer: checkpoint.
 
-On each rank:                                        through the store, without waiting:
+On each rank:                                               in the store of the process group:
 
     inspect the model, optimizer and extra state
     plan its files
-    [the last save failed: wait for all ranks]       the id of this save, which all its files contain
+    [the last save failed: wait for all ranks]                the id of this save, which all its files contain
     [async_op: copy its values to host memory]
-    write and sync its files in a temporary folder
-    write a record of what it wrote, and report      the last rank to report reads the records of all ranks
-    on the last rank: write the manifest, rename     "done", for the ranks that wait
+    write and sync its files (on disks, in a temporary folder)
+    write a record of what it wrote, and report               the last rank to report reads the records of all ranks
+    on the last rank: write the manifest (on disks, then rename)  "done", for the ranks that wait
 
 A folder is a checkpoint if it has a manifest, which is written after everything else in it is durable.
 """
@@ -113,7 +113,7 @@ def save(
         process_group: the ranks that save together; None for all.
         consolidated: whole tensors in ``model-0000i-of-0000n.safetensors`` with Hugging Face's index; needs a file
             system on which ranks may write to one file.
-        max_file_bytes: the largest size of these files.
+        max_file_bytes: the largest size of the data in one of these files, unless a single tensor is larger.
         overwrite: replace a checkpoint of that name once the new one is complete. Its folder must hold nothing else.
         timeout_s: how long to wait for the other ranks while none of them makes progress.
 
@@ -294,7 +294,7 @@ class Job:
 
     def _discard(self, work: str, files: list[str], records: list[str]) -> None:
         """Delete the files of a failed save, because the disk may be full. Without renames they stay for the next
-        attempt, unless a manifest exists: then another save came first."""
+        attempt. If another save has written a manifest, they are deleted too."""
         if may_count(self.storage, self.agreement):
             return
         names = [*files, *records, MANIFEST] if self.storage.renames else records
@@ -338,8 +338,8 @@ class Job:
 
 
 def _sums_of_equal(entries: Mapping[str, Mapping[str, Entry]], world: World) -> dict[str, int]:
-    """Checksums of some values of each tensor that one rank stores for others: plain tensors, and parts of tensors that
-    are assumed to have copies on other meshes."""
+    """Checksums of samples of the tensors that one rank stores for others: plain tensors, and parts that should have
+    equal copies on other meshes."""
     found, in_file = {}, registered.optimizers.is_in_file
     for section, own in entries.items():
         for name, entry in own.items():

@@ -20,7 +20,7 @@ from fsdp2.watch.watchdog import watchdog
 def agree_on_step(*models: nn.Module) -> Iterator[None]:
     """Wrap the forwards and backwards of one step: either all ranks complete them, or none does.
 
-    If one rank raises (out of memory, a bad batch), the others stop before their next communication, within about half
+    If one rank raises (out of memory, a bad batch), the others stop before a later communication, within about half
     a second. All ranks leave the block with a `StepError` that carries the message of the first rank that failed. By
     then gradients are dropped, parameters are sharded, the random number generators of the CPU and of the accelerator
     are as before the block, and the process groups are usable. Catch the error and continue with the next batch, which

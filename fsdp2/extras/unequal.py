@@ -7,8 +7,8 @@ In each turn the ranks exchange who has a microbatch left. Ranks without one *se
     rank 1    microbatch 0   serves         serves         -
     rank 2    serves         serves         serves         -
 
-A serving rank calls the hooks of all units in the order of the last forward. Instead of computing, a unit passes on a
-tensor whose backward gives the unit's parameters zero gradients. So the rank takes part in all collectives, in the same
+A serving rank calls the hooks of all units in the order of the last forward. A unit computes nothing. It passes on a
+tensor whose backward gives its parameters zero gradients. So the rank takes part in all collectives, in the same
 order, and all settings of units apply. A rank that has not run a forward yet learns from another rank, through the
 store of the process group, which units start and end.
 """
@@ -38,7 +38,7 @@ from fsdp2.watch.trail import trail_of
 
 Batch = TypeVar("Batch")
 _NONE: Any = object()
-_PATIENCE = timedelta(minutes=5)  # for another rank's first forward, from one unit to the next
+_PATIENCE = timedelta(minutes=5)  # for each next unit of another rank's first forward
 
 
 class _Call(NamedTuple):
@@ -245,7 +245,7 @@ class Join:
                 args, _ = pre_forward(module, () if call == _FIRST else (value,), {})
                 value = args[0] if args else value
             elif is_training and call.unit not in done:
-                # At its first use, whose gradients come last; without one, at its end.
+                # At the unit's first use, whose gradients come last; else at its end.
                 done.add(call.unit)
                 value = _zeros(value, *_trained(unit))
             if call.kind == "end":
@@ -288,8 +288,8 @@ def join(module: nn.Module, *, total: float | None = None) -> Iterator[Join]:
 
     Args:
         module: the root of sharded modules.
-        total: the sum of all ranks' weights, if known in advance. Then gradients are divided when they are reduced, as
-            `step_in_backward`, all-reduce hooks and `Replicas` need it.
+        total: the sum of all ranks' weights, if known in advance. Then each reduction divides. `step_in_backward`,
+            all-reduce hooks and `Replicas` need that.
 
     Raises:
         ArgumentError: `module` is not sharded.

@@ -1,8 +1,8 @@
 """Gradient clipping by norm, on local shards. Layer: optim.
 
 torch's functions also work on DTensors, but send each gradient through DTensor's dispatch several times, all-reduce
-once per mesh axis, and fail for several meshes in one call. Here there is one foreach norm of all local tensors, one
-all-reduce of a single number (see `norms`), and one foreach multiplication.
+once per mesh axis, and fail for several meshes in one call. Here there is one foreach norm and one multiplication per
+device and dtype, and mostly one all-reduce of a single number (see `norms`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -56,8 +56,8 @@ def clip_grad_norm_(
     Raises:
         ArgumentError: a `norm_type` that is none of the above.
         RuntimeError: see `error_if_nonfinite`.
-        OrderError: a backward has stepped these parameters already (`step_in_backward`); or gradients are unreduced in
-            a second call, and none was ever reduced.
+        OrderError: a backward has stepped these parameters already (`step_in_backward`); or this is the second use of
+            unreduced gradients, and none was ever reduced.
 
     Example::
 

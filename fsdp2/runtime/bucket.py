@@ -60,7 +60,7 @@ class Bucket:
         users: ids of the units that use the unsharded parameters; more than one if weights are tied across units.
         keep: what to keep at reshard, a key of `hooks.keeps`; False for nothing.
         changing: functions that make the current stream wait for a background change of the shards (an offloaded step),
-            and remove themselves; called with whether this is the all-gather stream. Groups with equal shards share it.
+            and remove themselves. Argument: whether that is the all-gather stream. Shared by groups with equal shards.
         source: the memory of the unsharded parameters, and how it is filled.
         conversions: how often the unsharded parameters were dropped, because parameters were converted or replaced.
         seen: the sharded parameters as they were when the step began.
@@ -140,7 +140,7 @@ class Bucket:
                 under_way()
             if self.source.keeps:
                 self.source.arrived(self)
-            for index, tensor in self.seen.slots.replaced():  # these tensors would be ignored
+            for index, tensor in self.seen.slots.replaced():  # set by the user; they would be ignored
                 check_stand_in(self.params[index], tensor)
         except BaseException:
             # Do not wait again. Keep the memory: a failed collective may still write to it.

@@ -1,8 +1,8 @@
 """`Gather`: how a group's shards become its unsharded parameters. Layer: runtime, below the bucket.
 
-Everything that does not change from step to step is computed once: the lane of each parameter, the views into which a
-rank copies its own shards (casting to the compute dtype: the only copy of the direct lane), the operands of the
-collective, and the copies out of the packed buffer::
+Everything that no step changes is computed once: each parameter's lane, the views for a rank's own shards, the operands
+of the collective, and the copies out of the packed buffer. The copy into those views casts to the compute dtype. It is
+the only copy of the direct lane::
 
     direct   shard --copy--> own rows of the parameter ==collective==> all rows
     packed   shard --copy--> own segment of the buffer ==collective==> all segments --copy--> parameter
@@ -136,6 +136,6 @@ class Gather:
         if self._packed is not None:
             if self._is_packed:
                 storage.alloc()
-            if self._unpack_to:  # empty if every parameter is
+            if self._unpack_to:  # not if every parameter is empty
                 copy_lists(self._unpack_to, self._unpack_from)
             self._packed.resize_(0)

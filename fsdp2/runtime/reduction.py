@@ -18,7 +18,7 @@ What rank 0 of two has, for small gradients `a` and `b` and a large one `g`, eac
 
 It pauses (``|``) where it must wait for something. `InFlight` decides when a reduction continues::
 
-    CPU, without and with HSDP     [1] [2] | [5] [6]     [1] [2] | [3] [4] | [5] [6]
+    CPU, without and with HSDP     [1] [2] | [5] [6]     [1] [2] | [3] [4] | [5] [6]     all-reduce off [1] [2] | [3]
     accelerator                    [1] [2] [3] [4] [5] | [6]     enqueued on its streams; compute waits before [6]
 """
 
@@ -55,8 +55,8 @@ class Partial(NamedTuple):
     divisor: float
 
     def rescaled(self, divisor: float) -> torch.Tensor:
-        """`flat` for another `divisor`. A gradient keeps the divide factor that was set when it was reduce-scattered,
-        even if the factor has changed since."""
+        """`flat` for another `divisor`. It was divided by the factor that was set at its reduce-scatter, which may
+        have changed since."""
         return self.flat if divisor == self.divisor else self.flat * (divisor / self.divisor)
 
 
@@ -66,7 +66,7 @@ Wait = Callable[[], None]
 
 
 class ReductionPlan:
-    """What all reductions of the same gradients of a group have in common.
+    """How to reduce one set of a group's gradients; made once.
 
     Args:
         params, has_grad: the group's parameters, and which have a gradient.
@@ -77,10 +77,10 @@ class ReductionPlan:
         sources: the indices of the parameters with a gradient.
         sizes, numel: each parameter's elements in the flat output, padded; and the total.
         scattered: the number of elements that come from gradients; they are first.
-        packing, direct: how the packed gradients are laid out; index and part of the flat output of each direct one.
+        packing, direct: the layout of the packed gradients; each direct one's index and part of the flat output.
         zeros: the parts of the flat output that no collective fills.
         dtype: dtype of the sums.
-        is_plain, casts: all gradients are plain tensors with dims in memory order; a gradient may need a cast.
+        is_plain, casts: whether all gradients are plain tensors, dims in memory order; whether one may need a cast.
     """
 
     sink_type: type[Sink] = Sink
@@ -245,7 +245,7 @@ class InFlight:
             self._reductions.popleft().finish()
 
     def abandon_all(self) -> None:
-        """Finish every reduction without changing a gradient."""
+        """Abandon every reduction, and change no gradient."""
         while self._reductions:
             self._reductions.popleft().abandon()
 
@@ -262,7 +262,7 @@ def _steps(
     ready = streams.record()
     with streams.reducing():
         # Gradients are allocated on the compute stream and read here. Outputs are allocated here and become the sharded
-        # gradients; the next reduction starts after the compute stream's use of them. `kept` holds what other streams
+        # gradients; no later reduction starts before compute has used them. `kept` holds what other streams
         # read until the compute stream has waited.
         streams.wait(ready)
         kept = [] if is_lazy else [*grads]

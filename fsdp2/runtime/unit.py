@@ -1,4 +1,4 @@
-"""`Unit`: what one `fully_shard` call manages: modules, and the groups of their parameters. Layer: runtime. Its forward
+"""`Unit`: modules that gather and reduce together, and the groups of their parameters. Layer: runtime. Its forward
 and backward hooks are functions, in the modules `forward` and `backward`.
 """
 
@@ -140,15 +140,15 @@ class Unit:
         self.refresh_groups()
 
     def refresh_groups(self, are_new: bool = False) -> None:
-        """`refresh` without the checks, for a model that is being materialised, loaded or converted. `are_new`: nothing
-        else refers to the memory of shards that were moved, so they may be moved again, next to each other."""
+        """`refresh` without the checks, for a model that is being materialised, loaded or converted. `are_new`: only
+        the modules refer to shards that were moved, so these may be moved again, next to each other."""
         for group in (*self.groups, *self.borrowed):
             if group.phase is Phase.SHARDED and group.refresh() and are_new:
                 group.lay_together()
 
     def drop_stale(self) -> None:
         """Before a forward of the root or of this unit alone, or `unshard()`: adopt changes of the sharded parameters,
-        and reshard values that were gathered before the change (by a forward without a backward, or kept)."""
+        and reshard if older values are still unsharded (kept, or left by a forward without a backward)."""
         assert self.step is not None
         for group in (*self.groups, *self.borrowed):
             if group.follow_changes(self.step.memory):
@@ -178,8 +178,8 @@ class Unit:
                 group.reshard(self.step.memory, stays)
 
     def reshard_all(self, to_change: bool = True) -> None:
-        """Free all unsharded parameters, used or kept, because the sharded ones are about to change. Without
-        `to_change` they will only be read, perhaps on one rank only, and kept values of frozen parameters stay."""
+        """Free all unsharded parameters, used or kept. `to_change`: the sharded ones are about to change. Otherwise
+        they will only be read, perhaps on one rank only, and kept values of frozen parameters stay."""
         if self.step is not None:
             for group in (*self.groups, *self.borrowed):
                 group.users.clear()
@@ -188,7 +188,7 @@ class Unit:
                 self.step.memory.free_all()
 
     def end_forward(self, output: Any = None) -> None:
-        """All its modules have run, or the rest will not run: the root's forward is over, or a new one starts. A unit
+        """Its forward is over: all its modules have run, the root's forward has ended, or a new one starts. A unit
         that a checkpoint recomputed stays unsharded, because its backward follows."""
         assert self.step is not None
         emit("post_forward", self.fqn)
@@ -203,7 +203,7 @@ class Unit:
     def reshard_after_forward(self, output: Any = None) -> None:
         """Reshard according to the settings, and to whether a backward may follow."""
         how, for_backward = self.settings.reshard_after_forward, torch.is_grad_enabled()
-        if how is None and for_backward and output is not None:  # the method may have disabled gradients itself
+        if how is None and for_backward and output is not None:  # it may have run under its own `no_grad`
             for_backward = any(tensor.requires_grad for found in tensors_within(output) for tensor in found)
         if how:
             stays = Stays.PART if how is True else Stays.SMALLER

@@ -1,4 +1,4 @@
-"""The watchdog: a thread that reports what this process does when another rank asks, and ends waits that cannot end.
+"""The watchdog: a thread that reports what this process does when another rank asks, and ends waits that would hang.
 Layer: watch.
 
 ::
@@ -97,13 +97,13 @@ class Watchdog:
         return not self._stop and self._pid == os.getpid() and world is not None and world is dist.group.WORLD
 
     def ask(self) -> None:
-        """Ask all ranks now. Ask again if no rank compares the answers. `num_rounds` grows when they have answered."""
+        """Ask all ranks now, and again if no rank compares the answers. `num_rounds` grows when they have answered."""
         self._wanted = True
         self._wake.set()
 
     def explain(self) -> str | None:
-        """The ranks' report after a communication error, or None if they know nothing. Called while `current` says what
-        failed."""
+        """The ranks' report after a communication error, or None if they know nothing. `current` must still
+        say what failed."""
         before = self._num_begun  # a running round may have been answered before the error
         deadline = time.monotonic() + 2 * settings().answer_within_s + 2
         self.ask()
@@ -215,7 +215,7 @@ class Watchdog:
 
     def fail(self, why: str) -> None:
         """End all waits of this process with this error."""
-        if current.failure is None and self.is_alive:  # otherwise new groups, which are not at fault, may exist
+        if current.failure is None and self.is_alive:  # else new groups may exist; these must not end
             groups = [group for group in all_groups() if group.size() > 1]
             backends = [dist.get_backend_config(group) for group in groups]
             current.failure = why  # from now on the program may destroy them
