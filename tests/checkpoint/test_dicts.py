@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import fsdp2.checkpoint as fc
 from fsdp2 import ZeroPolicy, fully_shard
@@ -21,6 +22,7 @@ from tests.helpers.checkpoint_cases import (
     check,
     filled,
     mesh_of,
+    put,
     shard,
     spoil,
     state_of,
@@ -198,3 +200,14 @@ def test_loading_into_a_state_dict_is_a_change(
         net(torch.ones(1, 4))
     fc.load(tmp_path / "a", model=net.state_dict())
     assert net(torch.ones(1, 4)).eq(8).all()
+
+
+@on_ranks(2)
+def test_a_rank_that_gives_no_rows(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Without an error the checkpoint would count, and lack its rows."""
+    state: dict[str, Any] = {"both": torch.ones(3)}
+    rows = put(value_of("w", (7, 5)), mesh_of(2), [Shard(0)])
+    if rank == 0:
+        state["rows"] = rows
+    with pytest.raises(CheckpointError, match=r"'rows': is on ranks \[0, 1\], of which \[1\] did not save it"):
+        fc.save(tmp_path / "b", model=state)

@@ -203,3 +203,29 @@ def test_a_link_to_a_checkpoint_goes_alone(tmp_path: Path) -> None:
     assert [Path(folder).name for folder in checkpoint.prune(tmp_path, keep=1)] == ["step-00000001"]
     assert sorted(os.listdir(tmp_path)) == ["elsewhere", "step-00000002"]
     assert value_at(tmp_path / "elsewhere", 1) == 1.0
+
+
+def test_a_save_that_fails_keeps_the_one_that_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is to replace lacks a file, so what was set aside before that is the only sound one until it counts."""
+    aside = replaced(tmp_path)
+    next((tmp_path / "step-00000001").glob("model-*")).unlink()
+    real = LocalStorage.rename_folder
+
+    def fails(self: LocalStorage, folder: str, to: str, durably: bool = True) -> None:
+        if "/.tmp-" in folder and to.endswith("/step-00000001"):
+            raise OSError(5, "Input/output error")
+        real(self, folder, to, durably)
+
+    monkeypatch.setattr(LocalStorage, "rename_folder", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        save(tmp_path, 1, value=3.0, overwrite=True)
+    assert aside.exists()
+
+
+def test_another_save_that_was_set_aside_meanwhile_stays(tmp_path: Path) -> None:
+    """A third process replaced the checkpoint meanwhile, and was killed between its renames."""
+    save(tmp_path, 1)
+    aside = tmp_path / ".old-step-00000001-0123456789ab"
+    (tmp_path / "step-00000001").rename(aside)
+    retention._pruned(LocalStorage(), str(tmp_path / "step-00000001"), "ffffffffffff")
+    assert steps(tmp_path) == [1] and value_at(tmp_path, 1) == 1.0

@@ -132,3 +132,32 @@ def test_gradients_with_other_placements(rank: int, world_size: int, grads: bool
         optimizer.step()
         results.append(optimizer)
     assert_same(*results)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_forward_after_a_step_that_failed(rank: int, world_size: int, in_files: bool, tmp_path: Path) -> None:
+    """The first of two dtypes raises. Forward would compute with half a step; state in files is as before."""
+
+    class Fails(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            super().step(closure)
+            if self.fails and self.param_groups[0]["params"][0].dtype == torch.float32:
+                raise ZeroDivisionError("on purpose")
+
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double())
+    policy = Offload(tier=tmp_path) if in_files else Offload()
+    precision = fsdp2.MixedPrecisionPolicy(param_dtype=torch.float32)
+    fsdp2.fully_shard(model, mp_policy=precision, offload_policy=policy)
+    optimizer = offload_optimizer(Fails, model.parameters(), lr=0.1, momentum=0.9, elementwise=True)
+    for Fails.fails in (False, True):
+        model(batch(0, rank)).square().mean().backward()
+        optimizer.step()
+        if not Fails.fails:
+            before = optimizer.state[model[0].weight]["momentum_buffer"].full_tensor().clone()
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        model(batch(1, rank))
+    if in_files:
+        assert torch.equal(optimizer.state[model[0].weight]["momentum_buffer"].full_tensor(), before)

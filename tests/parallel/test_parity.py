@@ -4,7 +4,7 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule
-from tests.helpers.parallel_models import COMBINATIONS, config_of, name_of, race
+from tests.helpers.parallel_models import COMBINATIONS, compiling, config_of, name_of, race
 from tests.helpers.ranks import on_ranks
 
 
@@ -25,3 +25,11 @@ def test_four_ranks(rank: int, world_size: int, degrees: dict[str, int]) -> None
     model = race(config_of(degrees, activation_checkpointing="full"))
     assert all(isinstance(each, FSDPModule) for each in (model, *model.blocks))
     assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+@pytest.mark.exhaustive
+@on_ranks(2)
+@combinations(2)
+def test_compile(rank: int, world_size: int, degrees: dict[str, int]) -> None:
+    with compiling():
+        race(config_of(degrees, activation_checkpointing="full", compile="aot_eager"), steps=2)

@@ -169,3 +169,10 @@ def test_two_model_axes(rank: int, world_size: int, sizes: tuple[int, int, int])
     model().backward()
     assert model.weight.grad.placements == model.weight.placements
     assert_close(model.weight.grad.full_tensor(), 2 * whole)
+
+
+@pytest.mark.exhaustive
+@on_ranks(8)
+def test_hsdp_on_eight_ranks(rank: int, world_size: int) -> None:
+    """Behaviour 159: all three axes at work."""
+    tp_race(hsdp_tp(2, 2), plan="sequence", exact=True).run(2)

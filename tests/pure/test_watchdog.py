@@ -1,5 +1,6 @@
 """What a watchdog and a collector do with a question: a store, threads and real processes, but no rank that trains."""
 
+import ctypes
 import json
 import signal
 import subprocess
@@ -338,3 +339,15 @@ def test_a_process_that_ends_does_not_wait_for_other_machines(
         time.sleep(0.01)
     dog.close()
     assert not dog._thread.is_alive() and "has ended" in (other.get("ended/0") or "")
+
+
+def test_a_process_under_a_debugger_is_not_gone(store: Any, process: subprocess.Popen[bytes]) -> None:
+    """A tracer stops it (state t), as SIGSTOP does (T), but will let it go on."""
+    ptrace, boards = ctypes.CDLL(None).ptrace, [Board(store, rank, 2) for rank in range(2)]
+    boards[1].put("hello/1", identity_of(process))
+    for request in (0x4206, 0x4207):  # PTRACE_SEIZE, PTRACE_INTERRUPT
+        assert ptrace(request, process.pid, None, None) == 0
+    while collecting.state_of(identity_of(process)) != "t":
+        time.sleep(0.01)
+    put_answer(boards[0], 1, waits(0))
+    assert collecting.collect(boards[0], 1, None).kind == "late"

@@ -100,6 +100,13 @@ def test_what_cannot_work_is_an_error(rank: int, world_size: int, address: str) 
     model, optimizer = sharded()
     with pytest.raises(ArgumentError, match="expected a module in which fully_shard"):
         Replicas(nn.Linear(2, 2), optimizer, manager)
+    matrices = fsdp2.matrix_optimizer(torch.optim.Muon, [model[0].weight])
+    with pytest.raises(UnsupportedError, match="cannot give its state"):
+        Replicas(model, matrices, manager)
+    model.set_all_reduce_hook(lambda flat: None)
+    with pytest.raises(ArgumentError, match="has an all-reduce hook already"):
+        Replicas(model, optimizer, manager)
+    model, optimizer = sharded()
     fsdp2.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UnsupportedError, match="step_in_backward"):
         Replicas(model, optimizer, manager)

@@ -1,9 +1,9 @@
 """The recipes of `examples/launch`, as far as one machine goes: two "machines" are two torchrun agents on loopback.
 
-What is killed, preempted or cut down goes on from its newest checkpoint, and ends in the very parameters and losses of
-a run that was left alone. Slurm's own commands are stood in for by three short scripts, which do what Slurm does with
-processes; all that they start is real. The YAML files are parsed, and all their command lines go through the real
-parsers of torchrun and of train_lm.py.
+A rank that is killed, or a Slurm job that is requeued, goes on from its newest checkpoint, and ends in the parameters
+and losses of an undisturbed run; with a machine less, in its losses, to rounding. Slurm's own commands are stood in for
+by three short scripts, which do what Slurm does with processes; all that they start is real. The YAML files are parsed,
+and all their command lines go through the real parsers of torchrun and of train_lm.py.
 """
 
 import json
@@ -153,6 +153,18 @@ def assert_same_run(folder: Path, whole: Path) -> None:
 
 
 # --- torchrun on several machines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+def test_a_killed_rank_is_started_again_and_goes_on(cluster: Cluster, whole: Path, tmp_path: Path) -> None:
+    """SIGKILL to one rank: the other one fails in its next collective, both agents start theirs again."""
+    command, out = recipe("2", free_port(), tmp_path / "out"), tmp_path / "out"
+    machines = [cluster.start(*command) for _ in range(2)]
+    cluster.wait_for(f"saving .*step-{2 * SAVE_EVERY:08d}")
+    os.kill(workers_of(machines[1])[-1], signal.SIGKILL)
+    assert cluster.finish() == [0, 0], cluster.output
+    assert re.search(r"going on from .*/step-000000(05|10|15)\n", cluster.output), cluster.output
+    assert_same_run(out, whole)
 
 
 @pytest.mark.exhaustive

@@ -287,3 +287,11 @@ def test_an_optimizer_that_steps_in_backward(rank: int, world_size: int) -> None
         optimizers[0].step()
         for one, other in zip(plain.parameters(), model.parameters(), strict=True):
             assert_close(local(other), shard_like(one, other), rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_average_over_those_that_ran_in_several_backwards(rank: int, world_size: int) -> None:
+    """Without sync the sum is divided once, by the number of ranks that have gradients at the reduction."""
+    plain, model = pair(POLICIES["ran"])
+    run = micro_batches([[0], [1], []], TURNS["unsynced"])
+    check(plain, model, rank, world_size, run, "ran", exact=False)  # both ranks have gradients in the end

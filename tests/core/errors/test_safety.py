@@ -36,6 +36,7 @@ FAST = [
 PLACES = ["forward", "backward", "reduction", "clip", "step", "optimizer", "between"]
 WHERE = (
     ("fsdp", 2, 0, PLACES),
+    ("fsdp", 4, 2, ["forward", "reduction", "step"]),
     ("hsdp", 4, 1, ["forward", "reduction", "optimizer"]),
     ("tp", 4, 3, ["backward", "clip", "step"]),
 )

@@ -229,9 +229,6 @@ def test_converted_within_the_roots_forward(rank: int, world_size: int) -> None:
     assert model(torch.ones(2, 4)).dtype is torch.float64
 
 
-# --- losses on weights, and gradients asked for by name ---------------------------------------------------------------
-
-
 # --- backwards that reach a unit by no output of it -------------------------------------------------------------------
 
 
@@ -391,7 +388,32 @@ def test_one_rank_runs_another_forward(rank: int, world_size: int) -> None:
     check(model, plain, rank, world_size, backward)
 
 
-# --- units that are used several times --------------------------------------------------------------------------------
+class Keeps(nn.Sequential):
+    """Keeps the output of its first layer, and passes on a copy without its graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self[0](x)
+        return self[1](self.kept.detach())  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_a_loss_of_a_kept_tensor(rank: int, world_size: int) -> None:
+    """Nothing was trained, and the gradient that was left made a later step wrong."""
+
+    def kept(model: Any, rank: int) -> None:
+        model(batch(0, rank, 4))
+        model.kept.square().sum().backward()
+
+    def both(model: Any, rank: int) -> None:
+        (model(batch(0, rank, 4)).sum() + model.kept.sum()).backward()
+
+    plain = Keeps(*layers()[::2])
+    model = fully_shard(copy.deepcopy(plain))
+    for run in (kept, both):
+        check(model, plain, rank, world_size, run)
+
+
+# --- reductions in flight ---------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

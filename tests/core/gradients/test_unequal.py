@@ -153,8 +153,8 @@ def with_unused() -> Any:
 
 
 FEATURES: dict[str, Callable[[], Any]] = {
-    "mixed precision": lambda: sharded(plain_units(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "hsdp": hsdp,
+    "mixed precision": lambda: sharded(plain_units(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "inner shards": partial(hsdp, zero=ZeroPolicy(3, shard_replicas=True)),
     "stage 1": lambda: sharded(plain_units(), zero=ZeroPolicy(1)),
     "stage 2": lambda: sharded(plain_units(), zero=ZeroPolicy(2)),
@@ -187,6 +187,17 @@ def test_a_root_that_computes_last_alone(rank: int, world_size: int) -> None:
     """Its gradients are there before those of the blocks, so its reduction comes first, on ranks that serve too."""
     model, counts = plain_units(), (2, 1)
     fully_shard(model.embed)
+    sharded(model)
+    for _ in range(2):
+        model.zero_grad()
+        run(model, rank, counts)
+    check(model, of_one_process(plain_units(), counts))
+
+
+@on_ranks(2)
+def test_a_unit_of_several_modules(rank: int, world_size: int) -> None:
+    model, counts = plain_units(), (2, 1)
+    fully_shard([model.embed, model.head])
     sharded(model)
     for _ in range(2):
         model.zero_grad()

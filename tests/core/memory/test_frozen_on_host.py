@@ -15,6 +15,7 @@ from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, events, fully_shard
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.extras.kept import HostCopy
 from tests.helpers.extensions import InPieces
+from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.parity_models import batch, mesh_2d
 from tests.helpers.ranks import on_ranks
 
@@ -216,3 +217,22 @@ def test_mistakes(rank: int, world_size: int) -> None:
     layer.weight = nn.Parameter(InPieces(layer.weight.detach(), {}), requires_grad=False)
     with pytest.raises(UnsupportedError, match='keep_frozen="host"'):
         fully_shard(layer, zero=ON_HOST)
+
+
+def changes_alone(rank: int) -> str:
+    _, model = pair()
+    step(model, 0, rank)
+    if rank == 0:
+        torch.autograd.graph.increment_version([model.layers[1].base.weight])
+    try:
+        for number in range(3):
+            step(model, number, rank)
+    except fsdp2.CollectiveError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.exhaustive
+def test_a_change_on_one_rank_is_an_error_and_no_hang() -> None:
+    outcomes = run_cases([Case(changes_alone, 2, limit_s=90)])[0]
+    assert all(each.ok and "did different things" in each.value for each in outcomes), outcomes

@@ -1,5 +1,5 @@
-"""Options that do not go together are refused before anything runs, with an error that says why. (Those that do are
-drawn together by the fuzzer, tests/instruments/differential.)"""
+"""Options that do not go together are refused before anything runs, with an error that says why. (The fuzzer
+draws many of the others together: tests/instruments/differential.)"""
 
 from collections.abc import Callable
 from typing import Any

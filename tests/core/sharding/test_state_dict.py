@@ -118,3 +118,13 @@ def test_load_by_assignment(rank: int, world_size: int, when: str) -> None:
     assert [name for name, param in model.named_parameters() if not param.requires_grad] == ["inp.bias"]
     check_training(model, plain, rank, world_size)
     assert [local(param.detach()).untyped_storage().nbytes() for param in model.parameters()] == padded
+
+
+@on_ranks(2)
+def test_state_dict_of_a_child(rank: int, world_size: int) -> None:
+    """Behaviour 167: a child's own state dict is sharded too, with the child's names."""
+    plain, model = sharded(reshard_after_forward=False)
+    model(batch(0, rank))
+    state = model.blocks[0].state_dict()
+    assert list(state) == list(plain.blocks[0].state_dict())
+    assert all(isinstance(value, DTensor) for value in state.values())

@@ -123,7 +123,7 @@ def test_mistakes(rank: int, world_size: int) -> None:
     assert type(model) is nn.Linear and not isinstance(model, fsdp2.FSDPModule)
 
 
-# --- what a policy costs: the table of docs/parallel.md ---------------------------------------------------------------
+# --- what a policy costs: collectives in the table of docs/parallel.md ------------------------------------------------
 
 DIM, LAYERS, MICROBATCHES = 8, 3, 5
 EACH = LAYERS * MICROBATCHES
