@@ -180,5 +180,5 @@ def dying(rank: int, root: str) -> None:
 def test_the_last_rank_dies_while_it_completes_the_checkpoint(tmp_path: Path) -> None:
     (outcomes,) = run_cases([Case(dying, 2, (str(tmp_path),))])
     assert outcomes[0].raised("CheckpointError"), outcomes
-    assert "the last one has not said within 1.5 s that" in outcomes[0].text, outcomes
+    assert "the last one has not finished the work within 1.5 s" in outcomes[0].text, outcomes
     assert "the store" not in outcomes[0].text, outcomes
