@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdp2.checkpoint.io import reading
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.checkpoint.storage.remote import RemoteStorage
-from fsdp2.errors import CorruptError
+from fsdp2.errors import CheckpointError, CorruptError
 
 pytest.importorskip("fsspec")
 
@@ -198,3 +199,16 @@ def test_age(place: Place, tmp_path: Path) -> None:
         for path in (*tmp_path.rglob("*"), tmp_path):
             os.utime(path, (0, time.time() - 7200))
         assert 7100 < storage.age(storage.join(root, "a/x")) < 7300
+
+
+def test_a_file_that_was_replaced_while_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of Hugging Face's is downloaded again during a load that keeps few files open."""
+    monkeypatch.setattr(reading, "MAX_OPEN_FILES", 0)
+    path, other = tmp_path / "a", tmp_path / "b"
+    path.write_bytes(b"old"), other.write_bytes(b"new")
+    files = reading.OpenFiles(LocalStorage())
+    with files.use(str(path)):
+        pass
+    other.replace(path)
+    with pytest.raises(CheckpointError, match="no longer the file"), files.use(str(path)):
+        pass
