@@ -146,11 +146,11 @@ def id_at(storage: Storage, path: str) -> str | None:
     return None
 
 
-def manifest_at(storage: Storage, path: str, checks_sizes: bool = True) -> tuple[str, Manifest]:
+def manifest_at(storage: Storage, path: str, checks_files: bool = True) -> tuple[str, Manifest]:
     """Where the checkpoint `path` is, see `find`, and its manifest.
 
     Args:
-        checks_sizes: check the sizes of its files.
+        checks_files: check the sizes of its files.
 
     Raises:
         CheckpointError: it does not exist.
@@ -161,7 +161,7 @@ def manifest_at(storage: Storage, path: str, checks_sizes: bool = True) -> tuple
         try:
             manifest = read_manifest(storage, found)
             seen = manifest.id
-            if checks_sizes:
+            if checks_files:
                 check_sizes(storage, found, manifest)
             return found, manifest
         except (CheckpointError, OSError):
