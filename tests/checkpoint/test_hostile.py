@@ -199,7 +199,7 @@ def test_a_manifest_that_is_empty_or_no_json_object(text: bytes) -> None:
 
 
 @pytest.mark.parametrize("what", ["other parameters", "state of a size that no file holds"])
-def test_adam_resumes_from_a_forged_manifest(what: str, tmp_path: Path) -> None:
+def test_a_forged_manifest_of_adam(what: str, tmp_path: Path) -> None:
     model, optimizer = adam()
     folder = tmp_path / "a"
     checkpoint.save(folder, model=model, optimizer=optimizer)
